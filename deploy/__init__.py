@@ -1,0 +1,1 @@
+"""Command line, server configuration and what starts processes."""

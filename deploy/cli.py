@@ -1,0 +1,175 @@
+"""The command line: `motet serve | chat | models | demo`.
+
+Reads arguments and configuration, then hands over to the server, the SDK or the demo. Never imports torch itself: the
+server's process stays free of it, and `motet --help` is quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from .. import __version__
+from ..engine.errors import MotetError
+from ..models.registry import installed
+from .config import ConfigError, MotetConfig, add_flags, build, merge, read_toml, set_values, to_toml
+
+# Words that will be commands; until then each says so instead of looking like a typo.
+RESERVED = {
+    "transcribe": "speech to text",
+    "speak": "text to speech",
+    "talk": "a spoken conversation",
+    "image": "pictures from text",
+    "video": "short videos from text",
+    "embed": "embeddings",
+    "bench": "measure a running server",
+    "plan": "what fits on this machine",
+    "tune": "find the best settings",
+    "simulate": "replay a load without hardware",
+    "explain": "why a request was slow",
+    "quantize": "write a smaller checkpoint",
+    "eval": "measure quality",
+    "cost": "price of a load",
+}
+
+
+class UsageError(Exception):
+    """The command line cannot be read; exit status 2."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see `{self.prog} --help`)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; gives the exit status: 0 well, 1 an error, 2 a usage error, 130 interrupted."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0] in RESERVED:
+        print(f"motet {arguments[0]}: not available yet in this version ({RESERVED[arguments[0]]})", file=sys.stderr)
+        return 2
+    try:
+        parser = make_parser()
+        namespace, unknown = parser.parse_known_args(arguments)
+        if unknown:
+            raise UsageError(_unknown_argument(parser, arguments, unknown[0]))
+        status = namespace.run(namespace)
+        assert isinstance(status, int)
+        return status
+    except (UsageError, ConfigError) as error:
+        print(f"motet: {error}", file=sys.stderr)
+        return 2
+    except MotetError as error:
+        print(f"motet: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output is gone (`motet models | head -1`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    later = ", ".join(RESERVED)
+    parser = _Parser(
+        prog="motet",
+        description="One server and SDK for language, speech, vision and image models.",
+        epilog=f"Not available yet in this version: {later}.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"motet {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+
+    serve = commands.add_parser("serve", help="serve models over HTTP", allow_abbrev=False)
+    serve.add_argument("model", nargs="*", metavar="MODEL", help="ids, .gguf files or directories; default: every "
+                       "installed demo model, each loaded at first use")  # fmt: skip
+    serve.add_argument("--config", type=Path, metavar="FILE.toml", help="read settings from a file; flags win over it")
+    serve.add_argument("--print-config", action="store_true", help="print the resolved settings as TOML and stop")
+    add_flags(serve, skip=frozenset({"host.models"}))
+    serve.set_defaults(run=run_serve)
+
+    chat = commands.add_parser("chat", help="talk to a model in this terminal", allow_abbrev=False)
+    chat.add_argument("model", nargs="?", metavar="MODEL", help="default: the first installed chat model")
+    chat.add_argument("--system", metavar="TEXT", help="a system message")
+    chat.add_argument("--temperature", type=float, default=0.7, metavar="X", help="0 is greedy (default: 0.7)")
+    chat.add_argument("--max-tokens", type=int, metavar="N", help="longest answer (default: up to the context)")
+    chat.add_argument("--seed", type=int, metavar="N", help="same seed, same answers")
+    chat.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads (default: all cores)")
+    chat.set_defaults(run=run_chat)
+
+    models = commands.add_parser("models", help="list the models that can be named", allow_abbrev=False)
+    models.set_defaults(run=run_models)
+
+    demo = commands.add_parser("demo", help="serve the packaged model, ask it, show figures", allow_abbrev=False)
+    demo.add_argument("--serve", action="store_true", help="keep the server running afterwards")
+    demo.add_argument("--port", type=int, default=0, metavar="N", help="default: any free port")
+    demo.set_defaults(run=run_demo)
+    return parser
+
+
+def resolve(namespace: argparse.Namespace) -> MotetConfig:
+    """The frozen tree for `serve`: defaults, then the file, then the flags. Raises ConfigError."""
+    values = read_toml(namespace.config) if namespace.config else {}
+    values = merge(values, set_values(namespace))
+    if namespace.model:
+        values = merge(values, {"host": {"models": namespace.model}})
+    return build(MotetConfig, values)
+
+
+def run_serve(namespace: argparse.Namespace) -> int:
+    config = resolve(namespace)
+    if namespace.print_config:
+        print(to_toml(config).rstrip())
+        return 0
+    from .serve import serve
+
+    return serve(config)
+
+
+def run_chat(namespace: argparse.Namespace) -> int:
+    from .terminal_chat import TerminalChat
+
+    return TerminalChat.from_arguments(namespace).run()
+
+
+def run_models(_: argparse.Namespace) -> int:
+    rows = [("ID", "KIND", "PARAMETERS", "LICENCE", "STATE", "WHAT")]
+    for spec in installed():
+        try:
+            spec.locate()
+            state = "installed"
+        except MotetError:
+            state = "missing"
+        millions = f"{spec.num_parameters / 1e6:,.1f} M"
+        rows.append((spec.id, spec.kind, millions, spec.licence, state, spec.summary))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    if len(rows) == 1:
+        print("no models are installed; `make venv` installs the demo models", file=sys.stderr)
+    return 0
+
+
+def run_demo(namespace: argparse.Namespace) -> int:
+    from .demo import run
+
+    return run(port=namespace.port, keep_serving=namespace.serve)
+
+
+def _unknown_argument(parser: argparse.ArgumentParser, arguments: list[str], word: str) -> str:
+    """What to say about a flag that nobody knows, with the nearest known one."""
+    known = list(parser._option_string_actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction) and arguments and arguments[0] in action.choices:
+            known = list(action.choices[arguments[0]]._option_string_actions)
+    near = difflib.get_close_matches(word.split("=")[0], known, n=1)
+    return f"unknown argument {word}" + (f"; did you mean {near[0]}?" if near else f" (see `{parser.prog} --help`)")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

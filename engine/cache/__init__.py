@@ -1,0 +1,1 @@
+"""Block pool, prefix hashes and KV groups: policy only, no tensors."""

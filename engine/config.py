@@ -1,0 +1,70 @@
+"""Configuration of engines and hosts: frozen, checked when made, never written back. Torch-free.
+
+`EngineConfig` is one engine's; `HostConfig` is one process's. What "auto" became is a separate object (`resolved`), made
+by the engine at load and shown by `motet serve --print-config` and in `ModelInfo.extra`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .compatibility import check_config
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """One LLM engine. Zero and "auto" mean: chosen from model and machine at load."""
+
+    dtype: Dtype = "auto"  # of activations and KV cache; auto: bfloat16 where the CPU or GPU multiplies it, else float32
+    weights: Literal["auto", "keep", "dequantize"] = "auto"  # quantized checkpoints: keep them so in memory, or not
+    quantize: Literal["", "int8", "int4"] = ""  # weight-only quantization of float checkpoints at load
+    device: str = "auto"  # "cpu", "cuda", "cuda:1"; auto: cuda where there is one
+    max_model_len: int = 0  # tokens; 0: the model's own
+    max_num_seqs: int = 64  # sequences running at once
+    max_num_batched_tokens: int = 0  # token budget of one step; 0: 512 on CPU, 8192 on CUDA
+    block_size: int = 16  # tokens per KV block
+    kv_cache_gb: float = 0.0  # GiB for KV blocks; 0: an eighth of free memory, at most max_num_seqs full contexts
+    num_blocks: int = 0  # KV blocks, overrides kv_cache_gb
+    enable_prefix_caching: bool = True
+    depth: int = -1  # plans in flight: -1 auto (0 on CPU, 1 on CUDA)
+    tp_size: int = 1
+    speculation: Literal["", "ngram"] = ""
+    num_speculative_tokens: int = 4
+    deterministic: bool = False  # numbers independent of batch mates too; refused where a backend has none
+    input_lease_s: float = 30.0  # how long an open request waiting for input keeps its blocks
+    input_timeout_s: float = 300.0  # after so long without input it is aborted
+    flight_recorder: int = 64  # plans and results kept for inspection
+    seed: int = 0  # for requests without their own: mixed with a counter
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1 or self.block_size & (self.block_size - 1):
+            raise ValueError(f"block_size: expected a power of two, got {self.block_size}")
+        for name in ("max_model_len", "max_num_batched_tokens", "num_blocks", "num_speculative_tokens", "kv_cache_gb"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: expected 0 or more, got {getattr(self, name)}")
+        for name in ("max_num_seqs", "tp_size", "flight_recorder"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected 1 or more, got {getattr(self, name)}")
+        if self.num_blocks == 1:
+            raise ValueError("num_blocks: expected at least 2 (block 0 is never handed out), got 1")
+        check_config(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostConfig:
+    """One host process: one device, one or more engines."""
+
+    models: tuple[str, ...] = ()  # what may be served; empty: every installed model
+    preload: bool = False  # load all of `models` at start instead of at first use
+    threads: int = 0  # CPU threads of one step; 0: all cores
+    idle_unload_s: float = 0.0  # unload a model unused for so long; 0: never
+    memory_gb: float = 0.0  # weights + KV of all models together; 0: no limit but the machine's
+    start_timeout_s: float = 120.0
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+    def __post_init__(self) -> None:
+        if self.threads < 0:
+            raise ValueError(f"threads: expected 0 or more, got {self.threads}")

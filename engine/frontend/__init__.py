@@ -1,0 +1,1 @@
+"""The client side of the host: tokenizing, detokenizing, stop strings. Never imports torch."""

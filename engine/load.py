@@ -1,0 +1,297 @@
+"""From a model name to a running engine: resolve, read, choose what "auto" means, build, warm up. Imports torch.
+
+What was chosen is a `Resolved` object, printed and sent along in `ModelInfo.extra`; the configuration stays as it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..models import loader
+from ..models.build import CausalModel, build_model
+from ..models.spec import WHOLE, Shard
+from .cache.block_pool import BlockPool
+from .cache.manager import CacheManager, KVGroup, make_groups
+from .compatibility import check_config
+from .config import EngineConfig, HostConfig
+from .errors import ModelLoadError
+from .executor import Executor, InlineExecutor
+from .llm_engine import LLMEngine
+from .model_runner import ModelRunner
+from .scheduler import Scheduler
+from .speculation.ngram import NgramProposer
+from .speculation.proposer import Proposer
+from .types import ModelInfo, NewSequence, SamplingParams, SequenceStep, StepPlan
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """What "auto" and 0 became."""
+
+    device: str
+    dtype: str
+    weights: str
+    max_model_len: int
+    max_num_batched_tokens: int
+    num_blocks: int
+    kv_bytes: int
+    weight_bytes: int
+    depth: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(kw_only=True)
+class LoadedRunner:
+    runner: ModelRunner
+    model: CausalModel
+    groups: list[KVGroup]
+    resolved: Resolved
+    eos_ids: tuple[int, ...]
+    source: str
+
+
+def build_engine(name: str, config: HostConfig, report: Callable[[str], None]) -> LLMEngine:
+    """Load the model called `name` for a host. Raises ModelNotFound or ModelLoadError."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    kind = loader.resolve(name).kind
+    if kind != "llm":
+        raise ModelLoadError(f"model {name!r} is of kind {kind!r}; this version serves: llm", param="model")
+    return load_llm(name, config.engine, report=report)
+
+
+def load_llm(
+    name: str,
+    config: EngineConfig,
+    *,
+    report: Callable[[str], None] = lambda phase: None,
+    clock: Callable[[], float] = time.monotonic,
+    proposer: Proposer | None = None,
+) -> LLMEngine:
+    """A warm LLM engine. `proposer` overrides the configured speculation."""
+    ranks = None
+    shard = WHOLE
+    if config.tp_size > 1:
+        from .parallel.rank_executor import Ranks
+
+        ranks = Ranks(config.tp_size, pick_device(config.device, 0))
+        # Every rank must choose the same sizes; they cannot ask each other before they have started.
+        blocks, length = _fixed_sizes(name, config)
+        shard = ranks.start(name, config, blocks, length)
+        loaded = load_runner(name, config, shard=shard, num_blocks=blocks, max_model_len=length, report=report)
+    else:
+        loaded = load_runner(name, config, shard=shard, report=report)
+    resolved = loaded.resolved
+    executor: Executor
+    if ranks is not None:
+        from .parallel.rank_executor import RankExecutor
+
+        executor = RankExecutor(loaded.runner, ranks)
+    else:
+        executor = InlineExecutor(loaded.runner, threaded=resolved.depth > 0 and resolved.device == "cpu")
+    if proposer is None and config.speculation == "ngram":
+        proposer = NgramProposer(num_drafts=config.num_speculative_tokens)
+    scheduler = Scheduler(
+        CacheManager(
+            BlockPool(resolved.num_blocks), loaded.groups, config.block_size, caching=config.enable_prefix_caching
+        ),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=resolved.max_num_batched_tokens,
+        max_model_len=resolved.max_model_len,
+        input_lease_s=config.input_lease_s,
+        proposer=proposer,
+    )
+    info = ModelInfo(
+        model=name,
+        kind="llm",
+        source=loaded.source,
+        max_model_len=resolved.max_model_len,
+        vocab_size=loaded.model.vocab_size,
+        hidden_size=loaded.model.hidden_size,
+        eos_token_ids=loaded.eos_ids,
+        dtype=resolved.dtype,
+        weight_format=resolved.weights,
+        extra=dataclasses.asdict(resolved),
+    )
+    engine = LLMEngine(
+        info=info,
+        scheduler=scheduler,
+        executor=executor,
+        clock=clock,
+        depth=resolved.depth,
+        flight_recorder=config.flight_recorder,
+        input_timeout_s=config.input_timeout_s,
+        seed=config.seed,
+    )
+    report("warm-up")
+    _warm_up(executor, loaded.model.vocab_size, resolved, config.block_size, len(loaded.groups))
+    report("ready")
+    return engine
+
+
+def load_runner(
+    name: str,
+    config: EngineConfig,
+    *,
+    shard: Shard = WHOLE,
+    num_blocks: int = 0,
+    max_model_len: int = 0,
+    report: Callable[[str], None] = lambda phase: None,
+) -> LoadedRunner:
+    """One rank's model and runner. Sizes given here override the configured ones."""
+    report("resolve")
+    path = loader.resolve(name).path
+    raw = loader.read_config(path)
+    device = pick_device(config.device, shard.tp_rank)
+    dtype = pick_dtype(config, device)
+    report("weights")
+    source = loader.open_weights(path)
+    keeps = config.weights != "dequantize"
+    model = build_model(
+        raw,
+        source,
+        shard=shard,
+        dtype=dtype,
+        device=device,
+        weights="keep" if keeps else "dequantize",
+        quantize=config.quantize or None,
+    )
+    report("cache")
+    specs = model.kv_specs()
+    try:
+        groups = make_groups(specs)
+    except ValueError as error:
+        raise ModelLoadError(str(error)) from None
+    cached = next((spec for spec in specs if spec.kind != "none"), None)
+    if cached is None:
+        raise ModelLoadError("this model has no attention layers to cache")
+    page = max(len(group.layers) for group in groups)
+    block_bytes = page * 2 * cached.num_kv_heads * config.block_size * cached.head_dim * dtype.itemsize
+    wanted_len = max_model_len or min(config.max_model_len or model.max_position, model.max_position)
+    blocks = num_blocks or _num_blocks(config, block_bytes, wanted_len, len(groups), device)
+    # A limit that the cache cannot hold would only be met later, by somebody's request.
+    length = min(wanted_len, (blocks - 1) // len(groups) * config.block_size)
+    if length < 2:
+        raise ModelLoadError(f"num_blocks: {blocks} blocks hold no sequence of two tokens in {len(groups)} groups")
+    eos_ids = loader.eos_token_ids(path)
+    runner = ModelRunner(
+        model,
+        groups=groups,
+        num_layers=len(specs),
+        kv_shape=(cached.num_kv_heads, cached.head_dim),
+        num_blocks=blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=length,
+        eos_ids=eos_ids,
+        device=device,
+        dtype=dtype,
+        agree=shard.comm.broadcast if shard.comm is not None else None,  # type: ignore[attr-defined]
+    )
+    on_cpu = device.type == "cpu"
+    resolved = Resolved(
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        weights=config.quantize or ("kept" if keeps else "dequantized"),
+        max_model_len=length,
+        max_num_batched_tokens=config.max_num_batched_tokens or (512 if on_cpu else 8192),
+        num_blocks=blocks,
+        kv_bytes=blocks * block_bytes,
+        weight_bytes=model.weight_bytes,
+        depth=_depth(config, on_cpu),
+        notes=tuple(check_config(config)),
+    )
+    return LoadedRunner(
+        runner=runner, model=model, groups=groups, resolved=resolved, eos_ids=eos_ids, source=str(path)
+    )
+
+
+def pick_device(name: str, rank: int) -> torch.device:
+    """The device that a name means for a rank. "auto": CUDA where there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        return torch.device("cuda", rank)
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise ModelLoadError(f"device: expected auto, cpu, cuda or cuda:N, got {name!r}", param="device") from None
+
+
+def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    """The dtype of activations and cache. "auto": bfloat16 where the hardware multiplies it, else float32."""
+    if config.dtype != "auto":
+        return _DTYPES[config.dtype]
+    if config.deterministic:
+        return torch.float32
+    if device.type == "cuda":
+        return torch.bfloat16
+    fast = torch.ops.mkldnn._is_mkldnn_bf16_supported() and "avx512_bf16" in _cpu_flags()
+    return torch.bfloat16 if fast or "amx_bf16" in _cpu_flags() else torch.float32
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        with open("/proc/cpuinfo") as file:
+            line = next((line for line in file if line.startswith("flags")), "")
+    except OSError:
+        return set()
+    return set(line.split())
+
+
+def _depth(config: EngineConfig, on_cpu: bool) -> int:
+    if config.speculation:
+        return 0
+    return config.depth if config.depth >= 0 else (0 if on_cpu else 1)
+
+
+def _num_blocks(
+    config: EngineConfig, block_bytes: int, max_model_len: int, num_groups: int, device: torch.device
+) -> int:
+    if config.num_blocks:
+        return config.num_blocks
+    most = config.max_num_seqs * num_groups * -(-max_model_len // config.block_size) + 1
+    if config.kv_cache_gb:
+        return max(2, int(config.kv_cache_gb * 2**30) // block_bytes)
+    if device.type == "cuda":
+        free = int(torch.cuda.mem_get_info(device)[0] * 0.9)
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8
+    return max(2, min(most, free // block_bytes))
+
+
+def _fixed_sizes(name: str, config: EngineConfig) -> tuple[int, int]:
+    """Blocks and context length that all ranks use. Without configured ones: modest defaults, the same everywhere."""
+    raw = loader.read_config(loader.resolve(name).path)
+    position = int(raw.get("max_position_embeddings") or 2048)
+    length = min(config.max_model_len or position, position)
+    return config.num_blocks or 4096, length
+
+
+def _warm_up(executor: Executor, vocab_size: int, resolved: Resolved, block_size: int, num_groups: int) -> None:
+    """Run a prefill and a decode in slot 0 on null blocks, so that nobody's first token pays for lazy initialization."""
+    count = max(2, min(16, resolved.max_model_len - 2))
+    sequence = NewSequence(
+        slot=0,
+        token_ids=[index % vocab_size for index in range(count)],
+        num_prompt=count,
+        # The null block takes every write; what it holds is never read by anybody's request.
+        block_ids=[[0] * -(-(count + 2) // block_size) for _ in range(num_groups)],
+        params=SamplingParams(temperature=1.0, top_p=0.9, top_k=20, seed=0),
+        seed=0,
+    )
+    executor.launch(
+        StepPlan(step=-1, new=[sequence], steps=[SequenceStep(slot=0, start=0, num_tokens=count, sample=True)])
+    ).result()
+    executor.launch(
+        StepPlan(step=-1, steps=[SequenceStep(slot=0, start=count, num_tokens=1, sample=True)])
+    ).result()
+    executor.launch(StepPlan(step=-1, release=[0])).result()

@@ -1,0 +1,341 @@
+"""The runner: turns a plan into tensors, runs the model, samples. Mechanism without queues; it decides nothing.
+
+It keeps, per slot, the tokens, the block tables and the sampling state, and owns the KV cache. A token that it samples is
+written to its own token table at once, so that the next plan can be launched before anybody has seen this one's result.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+
+from ..kernels.attention import Mark, PagedBatch, copy_slots
+from ..kernels.sampling import sample, token_logprobs
+from .batch_builder import Rows, accept, build_rows
+from .blobs import from_blob, to_blob
+from .cache.manager import KVGroup
+from .errors import ErrorInfo
+from .logit_rows import SlotState, edit_logits, sampling_rows
+from .types import Blob, NewSequence, SequenceResult, SequenceStep, StepPlan, StepResult, TokenLogprob
+
+
+class Model(Protocol):
+    """What the runner asks of a network. R rows, n logit rows, E hidden size, V vocabulary."""
+
+    def embed(self, ids: torch.Tensor, side: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor: ...
+    def forward(
+        self, hidden: torch.Tensor, batch: PagedBatch, kvs: Sequence[torch.Tensor], groups: Sequence[int]
+    ) -> torch.Tensor: ...
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(kw_only=True)
+class _Sampled:
+    """Where a sequence's sampled rows lie: `first` is the row of its last known token, drafts follow."""
+
+    step: SequenceStep
+    state: SlotState
+    first: int  # index among the sampled rows
+    num_rows: int
+
+
+class Pending:
+    """A launched step. `result()` waits for it; call it once, in launch order."""
+
+    def __init__(self, finish: Callable[[], StepResult]) -> None:
+        self._finish = finish
+
+    def result(self) -> StepResult:
+        return self._finish()
+
+
+class ModelRunner:
+    """Runs plans for one model on one device. Not thread-safe: one thread calls it."""
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        groups: Sequence[KVGroup],
+        num_layers: int,
+        kv_shape: tuple[int, int],
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        eos_ids: tuple[int, ...],
+        device: torch.device,
+        dtype: torch.dtype,
+        agree: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        """`kv_shape` is (kv heads of this shard, head dim); `agree` makes sampled ids equal on all ranks."""
+        self.model = model
+        self.block_size = block_size
+        self.device = device
+        self.dtype = dtype
+        self.eos_ids = eos_ids
+        self._agree = agree
+        num_heads, head_dim = kv_shape
+        per_group = max((len(group.layers) for group in groups), default=0)
+        pages = [
+            torch.zeros(num_blocks, 2, num_heads, block_size, head_dim, dtype=dtype, device=device)
+            for _ in range(per_group)
+        ]
+        self.pages = pages
+        layer_page: dict[int, tuple[int, int]] = {}  # layer -> (group, page)
+        for index, group in enumerate(groups):
+            for page, layer in enumerate(group.layers):
+                layer_page[layer] = (index, page)
+        nothing = torch.empty(0, device=device)  # for layers without a cache
+        self.kvs = [pages[layer_page[i][1]] if i in layer_page else nothing for i in range(num_layers)]
+        self.layer_groups = [layer_page[i][0] if i in layer_page else 0 for i in range(num_layers)]
+        max_blocks = -(-max_model_len // block_size) + 8  # draft trees may reach past the last position
+        self._tables = [np.zeros((max_num_seqs, max_blocks), np.int32) for _ in groups]
+        self._tokens = torch.zeros(max_num_seqs, max_model_len + 8 * block_size, dtype=torch.int64, device=device)
+        self._slots: dict[int, SlotState] = {}
+
+    # --------------------------------------------------------------------------------------------------- plans
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Pending:
+        """Start a plan. On CPU everything is done on return; on CUDA only the queueing is."""
+        started = time.perf_counter()
+        for slot in plan.release:
+            self._slots.pop(slot, None)
+        for new in plan.new:
+            self._enter(new)
+        if not plan.steps:
+            return Pending(lambda: StepResult(step=plan.step))
+        for step in plan.steps:
+            self._extend(step)
+        rows = build_rows(plan.steps)
+        batch = self._batch(rows, plan.steps)
+        ids = self._tokens[batch.seq.new_tensor(rows.slot)[batch.seq], torch.from_numpy(rows.kv_index).to(self.device)]
+        hidden = self.model.embed(ids, self._side(plan.steps, rows))
+        hidden = self.model.forward(hidden, batch, self.kvs, self.layer_groups)
+        finish = self._finish(plan, rows, hidden)
+
+        def result() -> StepResult:
+            done = finish()
+            done.seconds = time.perf_counter() - started
+            return done
+
+        return Pending(result)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Launch and wait."""
+        return self.launch(plan).result()
+
+    # ------------------------------------------------------------------------------------------------- the way in
+
+    def _enter(self, new: NewSequence) -> None:
+        stop_ids = () if new.params.ignore_eos else self.eos_ids
+        self._slots[new.slot] = SlotState(
+            params=new.params,
+            seed=new.seed,
+            num_prompt=new.num_prompt,
+            pool=new.pool,
+            pooling=new.pooling,
+            embeddings=list(new.embeddings),
+            num_blocks=[len(blocks) for blocks in new.block_ids],
+            stop_ids=tuple(dict.fromkeys((*stop_ids, *new.params.stop_token_ids))),
+        )
+        for table, blocks in zip(self._tables, new.block_ids, strict=True):
+            table[new.slot, : len(blocks)] = blocks
+        self._write(new.slot, 0, new.token_ids)
+
+    def _extend(self, step: SequenceStep) -> None:
+        state = self._slots[step.slot]
+        for group, blocks in enumerate(step.new_blocks):
+            if blocks:
+                have = state.num_blocks[group]
+                self._tables[group][step.slot, have : have + len(blocks)] = blocks
+                state.num_blocks[group] = have + len(blocks)
+        if step.append_ids:
+            self._write(step.slot, state.num_prompt, step.append_ids)
+            state.num_prompt += len(step.append_ids)
+        state.embeddings.extend(step.append_embeddings)
+        if step.drafts:
+            self._write(step.slot, step.start + step.num_tokens, step.drafts)
+
+    def _write(self, slot: int, start: int, ids: Sequence[int]) -> None:
+        self._tokens[slot, start : start + len(ids)] = torch.tensor(ids, dtype=torch.int64)
+
+    def _batch(self, rows: Rows, steps: Sequence[SequenceStep]) -> PagedBatch:
+        size = self.block_size
+        max_len = int(rows.kv_lens.max())
+        row_slot = rows.slot[rows.seq]
+        block, offset = np.divmod(rows.kv_index, size)
+        slots = tuple(
+            self._to_device(table[row_slot, block].astype(np.int64) * size + offset) for table in self._tables
+        )
+        width = -(-max_len // size)
+        tables = tuple(self._to_device(table[rows.slot, :width]) for table in self._tables)
+        mark: Mark = "mixed"
+        if len(rows.seq) == len(steps) and rows.ancestor_mask is None:
+            mark = "decode"
+        elif len(steps) == 1 and rows.ancestor_mask is None:
+            mark = "prefill"
+        return PagedBatch(
+            seq=self._to_device(rows.seq),
+            position=self._to_device(rows.position),
+            slots=slots,
+            num_visible=self._to_device(rows.num_visible),
+            block_tables=tables,
+            kv_lens=self._to_device(rows.kv_lens),
+            row_starts=self._to_device(rows.row_starts),
+            mark=mark,
+            max_kv_len=max_len,
+            block_size=size,
+            ancestor_mask=None if rows.ancestor_mask is None else self._to_device(rows.ancestor_mask),
+            tree_starts=None if rows.tree_starts is None else self._to_device(rows.tree_starts),
+            row_starts_list=tuple(rows.row_starts.tolist()),
+            kv_lens_list=tuple(rows.kv_lens.tolist()),
+        )
+
+    def _to_device(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def _side(self, steps: Sequence[SequenceStep], rows: Rows) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Rows whose embedding comes from the request, and these embeddings."""
+        index: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        for seq, step in enumerate(steps):
+            for span in self._slots[step.slot].embeddings:
+                low = max(span.start, step.start)
+                high = min(span.start + span.blob.shape[0], step.start + step.num_tokens)
+                if low < high:
+                    first = int(rows.row_starts[seq]) + low - step.start
+                    index.append(torch.arange(first, first + high - low))
+                    values.append(from_blob(span.blob)[low - span.start : high - span.start].to(self.dtype))
+        if not index:
+            return None
+        return torch.cat(index).to(self.device), torch.cat(values).to(self.device)
+
+    # ------------------------------------------------------------------------------------------------ the way out
+
+    def _finish(self, plan: StepPlan, rows: Rows, hidden: torch.Tensor) -> Callable[[], StepResult]:
+        """Sample what is to be sampled, now; give back what turns it into a result, later."""
+        results = {step.slot: SequenceResult(slot=step.slot) for step in plan.steps}
+        picked: list[int] = []  # rows of `hidden` that are sampled
+        sampled: list[_Sampled] = []
+        for seq, step in enumerate(plan.steps):
+            state = self._slots[step.slot]
+            end = int(rows.row_starts[seq]) + step.num_tokens
+            if step.sample:
+                sampled.append(_Sampled(step=step, state=state, first=len(picked), num_rows=1 + len(step.drafts)))
+                picked.extend(range(end - 1, end + len(step.drafts)))
+            if state.params.prompt_logprobs is not None:
+                results[step.slot].prompt_logprobs = self._prompt_logprobs(step, state, hidden, end - step.num_tokens)
+            if state.pool:
+                results[step.slot].pooled = self._pool(step, state, hidden[end - step.num_tokens : end])
+        done = StepResult(step=plan.step, results=list(results.values()))
+        if not sampled:
+            return lambda: done
+
+        everything = len(picked) == hidden.shape[0]
+        logits = self.model.logits(hidden if everything else hidden[torch.tensor(picked, device=hidden.device)])
+        raw = logits.clone() if any(s.state.edits and s.state.params.logprobs is not None for s in sampled) else logits
+        positions = [int(rows.position[row]) + 1 for row in picked]
+        states: list[SlotState] = []
+        for item in sampled:
+            states.extend([item.state] * item.num_rows)
+            if item.state.edits:
+                self._edit(logits, item)
+        ids = sample(logits, sampling_rows(states, positions, self.device))
+        if self._agree is not None:
+            ids = self._agree(ids)
+        # NaN anywhere in a row makes it the row's maximum, so looking at the chosen logit is enough.
+        broken = logits.gather(1, ids[:, None])[:, 0].isnan()
+        slots = torch.tensor([item.step.slot for item in sampled], device=self.device)
+        firsts = torch.tensor([item.first for item in sampled], device=self.device)
+        ends = torch.tensor([item.step.start + item.step.num_tokens for item in sampled], device=self.device)
+        # Written before anybody has seen it: the next plan may already be on its way.
+        self._tokens[slots, ends] = ids[firsts]
+
+        def finish() -> StepResult:
+            chosen, bad = ids.tolist(), broken.tolist()
+            for item in sampled:
+                result = results[item.step.slot]
+                window = slice(item.first, item.first + item.num_rows)
+                if any(bad[window]):
+                    result.error = ErrorInfo(
+                        kind="InternalError", message="the model computed NaN for this sequence", code="nan_logits"
+                    )
+                    continue
+                path = accept(item.step.drafts, item.step.parents, chosen[window])
+                result.token_ids = [chosen[item.first + node] for node in path]
+                if item.step.drafts:
+                    self._keep_accepted(item.step, path, result.token_ids)
+                top = item.state.params.logprobs
+                if top is not None:
+                    index = torch.tensor([item.first + node for node in path], device=self.device)
+                    result.logprobs = _logprobs(raw[index], ids[index], top)
+            return done
+
+        return finish
+
+    def _edit(self, logits: torch.Tensor, item: _Sampled) -> None:
+        """Apply the request's processors to every row that is verified, each with the drafts on its own path."""
+        step = item.step
+        end = step.start + step.num_tokens
+        known = self._tokens[step.slot, :end].tolist()
+        paths: list[list[int]] = [[]]
+        for draft, parent in zip(step.drafts, step.parents, strict=True):
+            paths.append([*paths[parent + 1], draft])
+        for row, path in enumerate(paths):
+            edit_logits(logits[item.first + row], item.state, known + path)
+
+    def _keep_accepted(self, step: SequenceStep, path: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Put the accepted path's tokens, K and V where a plain decode would have put them."""
+        end = step.start + step.num_tokens
+        self._write(step.slot, end, token_ids)
+        moves = [(end + node - 1, end + depth) for depth, node in enumerate(path[1:]) if node - 1 != depth]
+        if not moves:
+            return
+        index = np.array(moves, np.int64)
+        block, offset = np.divmod(index, self.block_size)
+        for group, table in enumerate(self._tables):
+            flat = table[step.slot, block].astype(np.int64) * self.block_size + offset
+            kvs = [kv for kv, g in zip(self.kvs, self.layer_groups, strict=True) if g == group and kv.numel()]
+            copy_slots(kvs, self._to_device(flat[:, 0]), self._to_device(flat[:, 1]), self.block_size)
+
+    def _prompt_logprobs(
+        self, step: SequenceStep, state: SlotState, hidden: torch.Tensor, first_row: int
+    ) -> list[TokenLogprob]:
+        """Log probabilities of the prompt tokens that follow this chunk's rows."""
+        count = min(step.start + step.num_tokens, state.num_prompt - 1) - step.start
+        if count <= 0:
+            return []
+        targets = self._tokens[step.slot, step.start + 1 : step.start + 1 + count]
+        found: list[TokenLogprob] = []
+        for low in range(0, count, 64):  # 64 rows of logits at a time bound the memory
+            high = min(low + 64, count)
+            logits = self.model.logits(hidden[first_row + low : first_row + high])
+            found += _logprobs(logits, targets[low:high], state.params.prompt_logprobs or 0)
+        return found
+
+    def _pool(self, step: SequenceStep, state: SlotState, hidden: torch.Tensor) -> Blob | None:
+        """The pooled hidden state once the prompt is complete, else None."""
+        complete = step.start + step.num_tokens >= state.num_prompt
+        if state.pooling == "last":
+            return to_blob(hidden[-1].float()) if complete else None
+        total = hidden.float().sum(0)
+        if state.pooled_sum is not None and step.start > 0:
+            total = total + state.pooled_sum
+        state.pooled_sum = total
+        return to_blob(total / state.num_prompt) if complete else None
+
+
+def _logprobs(logits: torch.Tensor, ids: torch.Tensor, top: int) -> list[TokenLogprob]:
+    logprob, rank, top_ids, top_logprobs = token_logprobs(logits, ids, top)
+    columns = zip(
+        ids.tolist(), logprob.tolist(), rank.tolist(), top_ids.tolist(), top_logprobs.tolist(), strict=True
+    )
+    return [TokenLogprob(*cast(tuple[int, float, int, list[int], list[float]], column)) for column in columns]

@@ -1,0 +1,1 @@
+"""Draft proposers: they change speed only, never the text."""

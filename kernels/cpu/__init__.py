@@ -1,0 +1,1 @@
+"""C++ sources of the CPU kernels and what builds and loads them."""

@@ -1,0 +1,473 @@
+// The torch operators motet_cpu::*: check shapes, choose the instruction set once, share rows among torch's threads.
+//
+// No Python headers: the library is loaded with torch.ops.load_library. How work is shared never changes a number.
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "kernels.h"
+
+namespace {
+
+using at::Tensor;
+using motet::Attention;
+using motet::AttentionPart;
+using motet::kChunk;
+using motet::Type;
+
+const motet::Table& choose_table() {
+#if defined(__x86_64__)
+  const char* limit = std::getenv("MOTET_CPU_ISA");  // plain | avx2 | avx512 | avx512bf16: for tests; never above what the CPU has
+  const std::string cap = limit ? limit : "avx512bf16";
+  bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (cap == "avx512bf16" && avx512 && __builtin_cpu_supports("avx512bf16")) return *motet::table_avx512bf16();
+  if ((cap == "avx512bf16" || cap == "avx512") && avx512) return *motet::table_avx512();
+  if (cap != "plain" && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return *motet::table_avx2();
+#endif
+  return *motet::table_plain();
+}
+const motet::Table& table() {
+  static const motet::Table& chosen = choose_table();
+  return chosen;
+}
+
+Type type_of(const Tensor& x) {
+  if (x.scalar_type() == at::kFloat) return Type::fp32;
+  TORCH_CHECK(x.scalar_type() == at::kBFloat16, "expected float32 or bfloat16, got ", x.scalar_type());
+  return Type::bf16;
+}
+int64_t size_of(Type type) { return type == Type::bf16 ? 2 : 4; }
+const char* bytes(const Tensor& x) { return static_cast<const char*>(x.const_data_ptr()); }
+char* mutable_bytes(const Tensor& x) { return static_cast<char*>(x.mutable_data_ptr()); }
+
+// Calls work(i) for i in 0..count, each exactly once; threads take the next i when they are free.
+template <class Work>
+void share(int64_t count, bool parallel, const Work& work) {
+  if (!parallel || count == 1 || at::get_num_threads() == 1 || at::in_parallel_region()) {
+    for (int64_t i = 0; i < count; ++i) work(i);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, std::min<int64_t>(count, at::get_num_threads()), 1, [&](int64_t, int64_t) {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(i);
+  });
+}
+
+// Even pieces of rows; `cost` is the work in elements. Forking pays from a few microseconds of work on.
+template <class Work>
+void share_rows(int64_t rows, int64_t cost, const Work& work) {
+  const int64_t grain = 16384;
+  int64_t pieces = std::min<int64_t>(std::min<int64_t>(rows, at::get_num_threads()), std::max<int64_t>(1, cost / grain));
+  share(pieces, pieces > 1, [&](int64_t piece) {
+    for (int64_t row = rows * piece / pieces; row < rows * (piece + 1) / pieces; ++row) work(row);
+  });
+}
+
+// ------------------------------------------------------------------------------------------------------- attention
+
+float* scratch(size_t which, size_t count) {
+  thread_local std::vector<float> pools[2];
+  if (pools[which].size() < count) pools[which].resize(count);
+  return pools[which].data();
+}
+
+struct Tile {  // rows of one sequence under one kv head
+  AttentionPart part;  // over everything its rows see
+  int64_t first_chunk, num_chunks, item;
+};
+
+std::tuple<Tensor, Tensor> paged_attention(
+    const Tensor& q, const Tensor& kv, const Tensor& tables, const Tensor& position, const Tensor& num_visible,
+    const Tensor& row_starts, const std::optional<Tensor>& ancestors, const std::optional<Tensor>& tree_starts,
+    const std::optional<Tensor>& sinks, double scale, int64_t window, double soft_cap, bool want_lse) {
+  TORCH_CHECK(q.dim() == 3 && kv.dim() == 5 && kv.size(1) == 2, "paged_attention: expected q [R, H, D] and kv [N, 2, K, T, D]");
+  const int64_t rows = q.size(0), heads = q.size(1), dim = q.size(2), kv_heads = kv.size(2);
+  TORCH_CHECK(kv.size(4) == dim && heads % kv_heads == 0, "paged_attention: q is ", q.sizes(), ", kv is ", kv.sizes());
+  TORCH_CHECK(q.stride(2) == 1 && kv.stride(4) == 1, "paged_attention: head dims must be contiguous");
+  TORCH_CHECK(tables.scalar_type() == at::kInt && tables.dim() == 2 && (tables.size(1) <= 1 || tables.stride(1) == 1), "paged_attention: expected int32 tables [S, B]");
+  TORCH_CHECK(num_visible.numel() == rows && position.size(-1) == rows, "paged_attention: expected ", rows, " rows in the batch");
+  const int64_t num_seqs = row_starts.numel() - 1, group = heads / kv_heads, width = motet::padded_dim(dim);
+  TORCH_CHECK(tables.size(0) >= num_seqs, "paged_attention: ", num_seqs, " sequences, tables ", tables.sizes());
+
+  Attention a{};
+  a.q = bytes(q), a.q_row = q.stride(0), a.q_head = q.stride(1), a.q_type = type_of(q);
+  a.kv = bytes(kv), a.kv_block = kv.stride(0), a.kv_part = kv.stride(1), a.kv_head = kv.stride(2), a.kv_token = kv.stride(3);
+  a.kv_type = type_of(kv);
+  a.tables = tables.const_data_ptr<int32_t>(), a.table_stride = tables.stride(0);
+  a.position = position.const_data_ptr<int64_t>();  // of [3, R] the first axis
+  a.num_visible = num_visible.const_data_ptr<int64_t>();
+  if (ancestors && tree_starts) {
+    TORCH_CHECK(ancestors->is_contiguous() && ancestors->size(0) == rows, "paged_attention: expected ancestors [R, W]");
+    a.ancestors = ancestors->const_data_ptr<int64_t>(), a.ancestor_words = ancestors->size(1);
+    a.tree_starts = tree_starts->const_data_ptr<int64_t>();
+  }
+  a.num_heads = heads, a.num_kv_heads = kv_heads, a.dim = dim, a.block_size = kv.size(3);
+  a.window = window, a.scale = (float)scale, a.soft_cap = (float)soft_cap;
+
+  Tensor out = at::empty({rows, heads, dim}, q.options());
+  Tensor lse = at::empty({want_lse ? rows : 0, heads}, q.options().dtype(at::kFloat));
+  float* lses = want_lse ? lse.mutable_data_ptr<float>() : nullptr;
+  char* outs = mutable_bytes(out);
+  const int64_t out_size = size_of(a.q_type);
+  const Tensor sink = sinks ? sinks->to(at::kFloat).contiguous() : Tensor();
+  const float* sink_values = sinks ? sink.const_data_ptr<float>() : nullptr;
+
+  const int64_t* starts = row_starts.const_data_ptr<int64_t>();
+  const int64_t tile_rows = std::max<int64_t>(1, 48 / group), capacity = tables.size(1) * a.block_size;
+  std::vector<Tile> tiles;
+  std::vector<std::pair<int64_t, int64_t>> items;  // (tile, chunk)
+  int64_t cost = 0;
+  for (int64_t seq = 0; seq < num_seqs; ++seq) {
+    TORCH_CHECK(starts[seq] >= 0 && starts[seq + 1] <= rows, "paged_attention: row_starts leave the rows");
+    for (int64_t begin = starts[seq]; begin < starts[seq + 1]; begin += tile_rows) {
+      int64_t end = std::min(begin + tile_rows, starts[seq + 1]), low = capacity, high = 0;
+      for (int64_t row = begin; row < end; ++row) {
+        high = std::max(high, a.num_visible[row]);
+        low = std::min(low, window > 0 ? std::max<int64_t>(0, a.position[row] - window + 1) : 0);
+        for (int64_t word = 0; word < a.ancestor_words; ++word)
+          if (uint64_t bits = (uint64_t)a.ancestors[row * a.ancestor_words + word]) {
+            int64_t first = a.tree_starts[seq] + word * 64;
+            low = std::min(low, first + __builtin_ctzll(bits));
+            high = std::max(high, first + 64 - __builtin_clzll(bits));
+          }
+      }
+      TORCH_CHECK(high <= capacity && low >= 0, "paged_attention: a row sees kv index ", high - 1, ", its table holds ", capacity);
+      low = low / 16 * 16;  // vectors of kv indices start at the same places whatever the tile
+      int64_t first = low / kChunk, chunks = high > low ? (high - 1) / kChunk - first + 1 : 0;
+      for (int64_t head = 0; head < kv_heads; ++head) {
+        tiles.push_back({{seq, head, begin, end, low, high}, first, chunks, (int64_t)items.size()});
+        for (int64_t chunk = 0; chunk < chunks; ++chunk) items.emplace_back(tiles.size() - 1, chunk);
+      }
+      cost += std::max<int64_t>(0, high - low) * (end - begin) * heads * dim;
+    }
+  }
+  for (int64_t row = num_seqs > 0 ? starts[num_seqs] : 0; row < rows; ++row) {  // padding after the last sequence
+    std::memset(outs + row * heads * dim * out_size, 0, heads * dim * out_size);
+    if (lses) std::fill(lses + row * heads, lses + (row + 1) * heads, -INFINITY);
+  }
+
+  const motet::Table& cpu = table();
+  auto attend = [&](const Tile& tile, int64_t chunk, float* result) {
+    AttentionPart part = tile.part;
+    int64_t base = (tile.first_chunk + chunk) * kChunk, n = (part.row_end - part.row_begin) * group;
+    part.lo = std::max(part.lo, base), part.hi = std::min(part.hi, base + kChunk);
+    cpu.attend(a, part, scratch(0, motet::attend_scratch(n, dim)), result, result + n, result + 2 * n);
+  };
+  auto finish = [&](const Tile& tile, float* result) {
+    const int64_t n = (tile.part.row_end - tile.part.row_begin) * group;
+    float *top = result, *sum = result + n, *mix = result + 2 * n;
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t row = tile.part.row_begin + i / group, head = tile.part.kv_head * group + i % group;
+      float total = sum[i], factor = 1.0f, peak = top[i];
+      if (sink_values) {
+        peak = std::max(top[i], sink_values[head]);
+        factor = total > 0 ? std::exp(top[i] - peak) : 0.0f;
+        total = total * factor + std::exp(sink_values[head] - peak);
+      }
+      cpu.finish(a.q_type, dim, mix + i * width, total > 0 ? factor / total : 0.0f, outs + (row * heads + head) * dim * out_size);
+      if (lses) lses[row * heads + head] = total > 0 ? peak + std::log(total) : -INFINITY;
+    }
+  };
+  auto results_size = [&](const Tile& tile) { return (tile.part.row_end - tile.part.row_begin) * group * (width + 2); };
+  auto clear = [&](const Tile& tile, float* result) {
+    const int64_t n = (tile.part.row_end - tile.part.row_begin) * group;
+    std::fill(result, result + n, -INFINITY);
+    std::fill(result + n, result + n * (width + 2), 0.0f);
+  };
+  auto merge = [&](const Tile& tile, float* into, const float* from) {
+    const int64_t n = (tile.part.row_end - tile.part.row_begin) * group;
+    cpu.merge(n, width, into, into + n, into + 2 * n, from, from + n, from + 2 * n);
+  };
+
+  const int64_t num_tiles = tiles.size();
+  const bool parallel = cost > 65536;
+  if (parallel && num_tiles < 3 * at::get_num_threads() && (int64_t)items.size() > num_tiles) {
+    // Few sequences: threads share the chunks. The mergers below are the ones a single thread would make.
+    const int64_t size = results_size(*std::max_element(tiles.begin(), tiles.end(), [&](const Tile& x, const Tile& y) { return results_size(x) < results_size(y); }));
+    std::vector<float> results(items.size() * size);
+    share(items.size(), true, [&](int64_t i) { attend(tiles[items[i].first], items[i].second, results.data() + i * size); });
+    share(num_tiles, true, [&](int64_t i) {
+      const Tile& tile = tiles[i];
+      float* result = tile.num_chunks ? results.data() + tile.item * size : scratch(1, size);
+      if (!tile.num_chunks) clear(tile, result);
+      for (int64_t chunk = 1; chunk < tile.num_chunks; ++chunk) merge(tile, result, results.data() + (tile.item + chunk) * size);
+      finish(tile, result);
+    });
+  } else {
+    share(num_tiles, parallel, [&](int64_t i) {
+      const Tile& tile = tiles[num_tiles - 1 - i];  // of a prompt the last rows see most: long work first
+      const int64_t size = results_size(tile);
+      float* result = scratch(1, 2 * size);
+      if (tile.num_chunks) attend(tile, 0, result);
+      else clear(tile, result);
+      for (int64_t chunk = 1; chunk < tile.num_chunks; ++chunk) {
+        attend(tile, chunk, result + size);
+        merge(tile, result, result + size);
+      }
+      finish(tile, result);
+    });
+  }
+  return {out, lse};
+}
+
+// ---------------------------------------------------------------------------------------------------- store, rotary
+
+struct Cache {
+  char* data;
+  int64_t block, part, head, token, num_tokens, num_slots;
+  Type type;
+  explicit Cache(const Tensor& kv)
+      : data(mutable_bytes(kv)), block(kv.stride(0)), part(kv.stride(1)), head(kv.stride(2)), token(kv.stride(3)),
+        num_tokens(kv.size(3)), num_slots(kv.size(0) * kv.size(3)), type(type_of(kv)) {
+    TORCH_CHECK(kv.dim() == 5 && kv.stride(4) == 1, "expected kv [N, 2, K, T, D] with contiguous D");
+  }
+  char* at(int64_t slot, int64_t which, int64_t kv_head) const {
+    return data + (slot / num_tokens * block + which * part + kv_head * head + slot % num_tokens * token) * size_of(type);
+  }
+};
+
+struct Rows {  // [R, H, D] with contiguous D
+  char* data;
+  int64_t row, head, num_rows, num_heads, dim, size;
+  Type type;
+  explicit Rows(const Tensor& x)
+      : data(const_cast<char*>(bytes(x))), row(x.stride(0)), head(x.stride(1)), num_rows(x.size(0)), num_heads(x.size(1)),
+        dim(x.size(2)), type(type_of(x)) {
+    TORCH_CHECK(x.stride(2) == 1, "expected a contiguous last dimension");
+    size = size_of(type);
+  }
+  char* at(int64_t r, int64_t h) const { return data + (r * row + h * head) * size; }
+};
+
+void store_kv(const Tensor& k, const Tensor& v, const Tensor& kv, const Tensor& slots) {
+  const Rows keys(k), values(v);
+  const Cache cache(kv);
+  const int64_t* slot = slots.const_data_ptr<int64_t>();
+  TORCH_CHECK(slots.numel() == keys.num_rows && values.num_rows == keys.num_rows && kv.size(2) == keys.num_heads && kv.size(4) == keys.dim, "store_kv: k ", k.sizes(), ", v ", v.sizes(), ", kv ", kv.sizes());
+  share_rows(keys.num_rows, k.numel() * 2, [&](int64_t row) {
+    if (slot[row] < 0) return;
+    TORCH_CHECK(slot[row] < cache.num_slots, "store_kv: slot ", slot[row], " of ", cache.num_slots);
+    for (int64_t head = 0; head < keys.num_heads; ++head) {
+      table().convert(keys.type, cache.type, keys.dim, keys.at(row, head), cache.at(slot[row], 0, head));
+      table().convert(values.type, cache.type, keys.dim, values.at(row, head), cache.at(slot[row], 1, head));
+    }
+  });
+}
+
+struct Turn {  // cos, sin [R, half] fp32
+  const float *cos, *sin;
+  int64_t half;
+  Turn(const Tensor& c, const Tensor& s, int64_t rows, int64_t dim) : cos(c.const_data_ptr<float>()), sin(s.const_data_ptr<float>()), half(c.size(1)) {
+    TORCH_CHECK(c.is_contiguous() && s.is_contiguous() && c.sizes() == s.sizes() && c.size(0) == rows && 2 * half <= dim, "rotary: cos ", c.sizes(), ", sin ", s.sizes(), " for ", rows, " rows of dim ", dim);
+  }
+};
+
+void rotate(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool interleaved) {
+  const Rows queries(q), keys(k);
+  const Turn turn(cos, sin, queries.num_rows, queries.dim);
+  TORCH_CHECK(keys.num_rows == queries.num_rows && keys.dim == queries.dim, "rotary: q ", q.sizes(), ", k ", k.sizes());
+  share_rows(queries.num_rows, q.numel() + k.numel(), [&](int64_t row) {
+    for (const Rows* x : {&queries, &keys})
+      for (int64_t head = 0; head < x->num_heads; ++head)
+        table().rotate(x->type, x->type, x->dim, turn.half, x->at(row, head), turn.cos + row * turn.half, turn.sin + row * turn.half, interleaved, x->at(row, head));
+  });
+}
+
+void rotate_store_kv(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin, const Tensor& kv, const Tensor& slots, bool interleaved) {
+  const Rows queries(q), keys(k), values(v);
+  const Cache cache(kv);
+  const Turn turn(cos, sin, queries.num_rows, queries.dim);
+  const int64_t* slot = slots.const_data_ptr<int64_t>();
+  TORCH_CHECK(slots.numel() == keys.num_rows && queries.num_rows == keys.num_rows && queries.dim == keys.dim && values.num_rows == keys.num_rows && values.num_heads == keys.num_heads && kv.size(2) == keys.num_heads && kv.size(4) == keys.dim, "rotary_store_kv: q ", q.sizes(), ", k ", k.sizes(), ", v ", v.sizes(), ", kv ", kv.sizes());
+  share_rows(keys.num_rows, q.numel() + 2 * k.numel(), [&](int64_t row) {
+    const float *c = turn.cos + row * turn.half, *s = turn.sin + row * turn.half;
+    for (int64_t head = 0; head < queries.num_heads; ++head)
+      table().rotate(queries.type, queries.type, queries.dim, turn.half, queries.at(row, head), c, s, interleaved, queries.at(row, head));
+    if (slot[row] < 0) return;
+    TORCH_CHECK(slot[row] < cache.num_slots, "rotary_store_kv: slot ", slot[row], " of ", cache.num_slots);
+    for (int64_t head = 0; head < keys.num_heads; ++head) {
+      table().rotate(keys.type, cache.type, keys.dim, turn.half, keys.at(row, head), c, s, interleaved, cache.at(slot[row], 0, head));
+      table().convert(values.type, cache.type, keys.dim, values.at(row, head), cache.at(slot[row], 1, head));
+    }
+  });
+}
+
+// ------------------------------------------------------------------------------------------------- norm, activation
+
+struct Strided {  // [.., E] of two or three dimensions as rows
+  int64_t outer, inner, outer_stride, inner_stride;
+  explicit Strided(const Tensor& x) {
+    const int64_t dims = x.dim();
+    TORCH_CHECK((dims == 2 || dims == 3) && x.stride(-1) == 1, "expected [R, E] or [R, H, E] with contiguous E, got ", x.sizes());
+    outer = x.size(0), outer_stride = x.stride(0);
+    inner = dims == 3 ? x.size(1) : 1, inner_stride = dims == 3 ? x.stride(1) : 0;
+  }
+  int64_t rows() const { return outer * inner; }
+  int64_t offset(int64_t row) const { return row / inner * outer_stride + row % inner * inner_stride; }
+};
+
+Tensor norm(const Tensor& x, const Tensor* residual, const Tensor& weight, double eps, double offset) {
+  const Strided from(x);
+  const Type type = type_of(x), weight_type = type_of(weight);
+  const int64_t features = x.size(-1), size = size_of(type);
+  TORCH_CHECK(weight.numel() == features && weight.is_contiguous(), "rms_norm: weight ", weight.sizes(), " for ", features, " features");
+  Tensor out = at::empty(x.sizes(), x.options());
+  char *to = mutable_bytes(out), *sums = nullptr;
+  int64_t sums_stride = 0;
+  if (residual) {
+    TORCH_CHECK(x.dim() == 2 && residual->sizes() == x.sizes() && residual->scalar_type() == x.scalar_type() && residual->stride(1) == 1, "rms_norm_residual: x ", x.sizes(), ", residual ", residual->sizes());
+    sums = mutable_bytes(*residual), sums_stride = residual->stride(0);
+  }
+  share_rows(from.rows(), x.numel(), [&](int64_t row) {
+    table().rms_norm(type, weight_type, features, bytes(x) + from.offset(row) * size, sums ? sums + row * sums_stride * size : nullptr, bytes(weight), (float)eps, (float)offset, to + row * features * size);
+  });
+  return out;
+}
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, double offset) { return norm(x, nullptr, weight, eps, offset); }
+Tensor rms_norm_residual(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps, double offset) { return norm(x, &residual, weight, eps, offset); }
+
+Tensor gated(const Tensor& gate_up, int64_t kind) {
+  TORCH_CHECK(gate_up.dim() == 2 && gate_up.stride(1) == 1 && gate_up.size(1) % 2 == 0, "gated: expected [R, 2F], got ", gate_up.sizes());
+  const Type type = type_of(gate_up);
+  const int64_t rows = gate_up.size(0), features = gate_up.size(1) / 2, size = size_of(type);
+  Tensor out = at::empty({rows, features}, gate_up.options());
+  char* to = mutable_bytes(out);
+  share_rows(rows, rows * features * 2, [&](int64_t row) {
+    const char* gate = bytes(gate_up) + row * gate_up.stride(0) * size;
+    table().gated(type, features, gate, gate + features * size, (int)kind, to + row * features * size);
+  });
+  return out;
+}
+
+// -------------------------------------------------------------------------------------------------------- sampling
+
+uint32_t mix(uint32_t x) {
+  x = (x ^ x >> 16) * 0x7feb352du;
+  x = (x ^ x >> 15) * 0x846ca68bu;
+  return x ^ x >> 16;
+}
+
+Tensor argmax(const Tensor& logits) {
+  TORCH_CHECK(logits.dim() == 2 && logits.stride(1) == 1 && logits.size(1) > 0 && logits.scalar_type() == at::kFloat, "argmax: expected fp32 [N, V]");
+  Tensor ids = at::empty({logits.size(0)}, logits.options().dtype(at::kLong));
+  const float* from = logits.const_data_ptr<float>();
+  int64_t* to = ids.mutable_data_ptr<int64_t>();
+  share_rows(logits.size(0), logits.numel(), [&](int64_t row) { to[row] = table().argmax(from + row * logits.stride(0), logits.size(1), nullptr); });
+  return ids;
+}
+
+struct Filters {
+  float temperature;
+  int64_t top_k;
+  float top_p, min_p;
+};
+
+// Ids of x that the filters keep, best first (value, then lower id).
+void kept_ids(const float* x, int64_t vocab, const Filters& f, std::vector<uint32_t>& ids) {
+  float top;
+  table().argmax(x, vocab, &top);
+  const bool by_mass = f.top_p < 1.0f, by_rank = f.top_k > 0 && f.top_k < vocab;
+  const float floor = f.min_p > 0 ? std::log(f.min_p) : -INFINITY;
+  // The mass that top_p shares out is that of all ids, unless another filter comes first.
+  const double whole = by_mass && !by_rank && !(f.min_p > 0) ? table().sum_exp(x, vocab, f.temperature, top) : 0;
+  auto depth = [&](uint32_t id) { return (x[id] - top) / f.temperature; };
+  auto better = [&](uint32_t a, uint32_t b) { return x[a] != x[b] ? x[a] > x[b] : a < b; };
+  // Look ever deeper below the best value until the filters have all that they need.
+  for (float reach = by_rank ? 4.0f : 6.0f;; reach *= 2) {
+    const bool everything = reach > 1e4f;
+    const float least = everything ? -INFINITY : top - reach * f.temperature;
+    ids.resize(vocab);
+    ids.resize(table().at_least(x, vocab, least, ids.data()));
+    const bool past_floor = everything || -reach <= floor;
+    if (by_rank && (int64_t)ids.size() < f.top_k && !past_floor) continue;
+    if (!by_rank && f.min_p > 0 && !past_floor) continue;
+    if (f.min_p > 0) ids.erase(std::remove_if(ids.begin(), ids.end(), [&](uint32_t id) { return !(std::exp(depth(id)) >= f.min_p); }), ids.end());
+    if (by_rank && (int64_t)ids.size() > f.top_k) {
+      std::nth_element(ids.begin(), ids.begin() + f.top_k - 1, ids.end(), better);
+      ids.resize(f.top_k);
+    }
+    if (!by_mass) return;
+    std::sort(ids.begin(), ids.end(), better);
+    double total = whole, before = 0;
+    if (total == 0)
+      for (uint32_t id : ids) total += std::exp(depth(id));
+    size_t kept = 0;
+    while (kept < ids.size() && (kept == 0 || before < (double)f.top_p * total)) before += std::exp(depth(ids[kept++]));
+    if (kept == ids.size() && whole != 0 && before < (double)f.top_p * total && !everything) continue;
+    ids.resize(kept);
+    return;
+  }
+}
+
+Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p, const Tensor& min_p, const Tensor& seed, const Tensor& position, int64_t head) {
+  TORCH_CHECK(logits.dim() == 2 && logits.stride(1) == 1 && logits.size(1) > 0 && logits.scalar_type() == at::kFloat, "sample: expected fp32 [N, V]");
+  const int64_t rows = logits.size(0), vocab = logits.size(1);
+  for (const Tensor* x : {&temperature, &top_k, &top_p, &min_p, &seed, &position})
+    TORCH_CHECK(x->is_contiguous() && x->numel() == rows, "sample: expected ", rows, " entries per setting, got ", x->sizes());
+  Tensor ids = at::empty({rows}, logits.options().dtype(at::kLong));
+  int64_t* to = ids.mutable_data_ptr<int64_t>();
+  const float *heat = temperature.const_data_ptr<float>(), *p = top_p.const_data_ptr<float>(), *least = min_p.const_data_ptr<float>();
+  const int64_t *k = top_k.const_data_ptr<int64_t>(), *seeds = seed.const_data_ptr<int64_t>(), *positions = position.const_data_ptr<int64_t>();
+  share(rows, logits.numel() > 16384, [&](int64_t row) {
+    const float* x = logits.const_data_ptr<float>() + row * logits.stride(0);
+    if (!(heat[row] > 0)) {
+      to[row] = table().argmax(x, vocab, nullptr);
+      return;
+    }
+    const uint32_t low = (uint32_t)seeds[row], high = (uint32_t)((uint64_t)seeds[row] >> 32);
+    uint32_t first = mix(low ^ mix((uint32_t)positions[row] ^ 0x243f6a88u));
+    const uint32_t second = mix(high ^ first ^ (uint32_t)head * 0x9e3779b1u);
+    first = mix(first ^ second ^ 0x85a308d3u);
+    if (!((k[row] > 0 && k[row] < vocab) || p[row] < 1.0f || least[row] > 0)) {
+      to[row] = table().noisy_argmax(x, nullptr, vocab, heat[row], first, second);
+      return;
+    }
+    thread_local std::vector<uint32_t> kept;
+    thread_local std::vector<float> values;
+    kept_ids(x, vocab, {heat[row], k[row], p[row], least[row]}, kept);
+    std::sort(kept.begin(), kept.end());  // equal scores give the lower id
+    values.resize(kept.size());
+    for (size_t i = 0; i < kept.size(); ++i) values[i] = x[kept[i]];
+    to[row] = kept.empty() ? table().argmax(x, vocab, nullptr) : kept[table().noisy_argmax(values.data(), kept.data(), kept.size(), heat[row], first, second)];
+  });
+  return ids;
+}
+
+std::string instruction_set() { return table().name; }
+
+}  // namespace
+
+TORCH_LIBRARY(motet_cpu, m) {
+  m.def("paged_attention(Tensor q, Tensor kv, Tensor tables, Tensor position, Tensor num_visible, Tensor row_starts, Tensor? ancestors, Tensor? tree_starts, Tensor? sinks, float scale, int window, float soft_cap, bool want_lse) -> (Tensor, Tensor)");
+  m.def("store_kv(Tensor k, Tensor v, Tensor(a!) kv, Tensor slots) -> ()");
+  m.def("rotate(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin, bool interleaved) -> ()");
+  m.def("rotate_store_kv(Tensor(a!) q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(b!) kv, Tensor slots, bool interleaved) -> ()");
+  m.def("rms_norm(Tensor x, Tensor weight, float eps, float offset) -> Tensor");
+  m.def("rms_norm_residual(Tensor x, Tensor(a!) residual, Tensor weight, float eps, float offset) -> Tensor");
+  m.def("gated(Tensor gate_up, int kind) -> Tensor");
+  m.def("argmax(Tensor logits) -> Tensor");
+  m.def("sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, Tensor position, int head) -> Tensor");
+  m.def("instruction_set() -> str", &instruction_set);
+}
+
+TORCH_LIBRARY_IMPL(motet_cpu, CPU, m) {
+  m.impl("paged_attention", &paged_attention);
+  m.impl("store_kv", &store_kv);
+  m.impl("rotate", &rotate);
+  m.impl("rotate_store_kv", &rotate_store_kv);
+  m.impl("rms_norm", &rms_norm);
+  m.impl("rms_norm_residual", &rms_norm_residual);
+  m.impl("gated", &gated);
+  m.impl("argmax", &argmax);
+  m.impl("sample", &sample);
+}

@@ -1,0 +1,235 @@
+"""Linear layers over weights in many formats: the weight (`LinearWeight`) is apart from the layer that uses it.
+
+A weight lives in one of two states. *Storage* (layout "plain") is what a file holds and what can be sliced for a `Shard` and
+concatenated for fused projections. `prepare` turns it, once, into what the compute dtype and the device run best; a
+prepared weight can only be used (`linear`, `embedding`, `dequantize`).
+
+    format        storage tensors                                                        value of weight [o, i]
+    fp32 bf16 fp16  weight [out, in]                                                     weight[o, i]
+    q4_0          blocks u8 [out, in/32, 18]: fp16 d, 16 bytes of nibbles                d * (q - 8)
+    q4_1          blocks u8 [out, in/32, 20]: fp16 d, fp16 m, 16 bytes of nibbles        d * q + m
+    q8_0          blocks u8 [out, in/32, 34]: fp16 d, 32 int8                            d * q
+    int8          weight i8 [out, in], scale fp32 [out]                                  scale * q
+    int4          weight u8 [out, in/2] (low nibble = even i), scale, minimum            scale * q + minimum
+                  fp32 [out, in/group]
+    (in a block of q4_x, byte j holds element j in its low and element j + 16 in its high nibble)
+
+What it does not know: names, files, models. Errors are `ValueError` that say what was expected and what came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Format = Literal["fp32", "bf16", "fp16", "q4_0", "q4_1", "q8_0", "int8", "int4"]
+Layout = Literal["plain", "rows16", "int4pack", "int8pack"]
+
+FLOAT_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FLOAT_FORMATS: dict[torch.dtype, Format] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+BLOCK = 32  # weights in a block of q4_0, q4_1, q8_0
+BLOCK_BYTES = {"q4_0": 18, "q4_1": 20, "q8_0": 34}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LinearWeight:
+    """The weight [out_features, in_features] of a linear layer or an embedding; see the table above for `tensors`.
+
+    `group` = how many weights along `in` share a scale (0: the format has none, or one for the whole row).
+    """
+
+    format: Format
+    tensors: dict[str, Tensor]
+    out_features: int
+    in_features: int
+    group: int = 0
+    layout: Layout = "plain"
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.format not in FLOAT_DTYPES
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes the tensors take, for memory budgets."""
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+
+# ------------------------------------------------------------------------------------------------------ construction
+
+
+def from_tensor(weight: Tensor) -> LinearWeight:
+    """Wrap a float matrix [out, in]; shares memory."""
+    if weight.dim() != 2 or weight.dtype not in FLOAT_FORMATS:
+        raise ValueError(f"expected a 2-D fp32, bf16 or fp16 weight, got {weight.dim()}-D {weight.dtype}")
+    return LinearWeight(format=FLOAT_FORMATS[weight.dtype], tensors={"weight": weight},
+                        out_features=weight.shape[0], in_features=weight.shape[1])
+
+
+def as_weight(weight: Tensor | LinearWeight) -> LinearWeight:
+    """A `LinearWeight` from either kind that a weight source gives."""
+    return weight if isinstance(weight, LinearWeight) else from_tensor(weight)
+
+
+def from_blocks(format: Format, blocks: Tensor) -> LinearWeight:
+    """Wrap GGUF blocks, uint8 [out, in/32, block bytes]; shares memory."""
+    expected = BLOCK_BYTES.get(format)
+    if expected is None or blocks.dim() != 3 or blocks.dtype != torch.uint8 or blocks.shape[2] != expected:
+        raise ValueError(f"expected uint8 [out, in/32, {expected}] for {format}, got {blocks.dtype} {list(blocks.shape)}")
+    return LinearWeight(format=format, tensors={"blocks": blocks}, out_features=blocks.shape[0],
+                        in_features=blocks.shape[1] * BLOCK, group=BLOCK)
+
+
+def quantize_int8(weight: Tensor) -> LinearWeight:
+    """Weight-only int8, one scale a row: the nearest of 255 levels, symmetric. `weight` is a float [out, in]."""
+    w = weight.float()
+    scale = (w.abs().amax(dim=1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
+    q = (w / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+    return LinearWeight(format="int8", tensors={"weight": q, "scale": scale},
+                        out_features=w.shape[0], in_features=w.shape[1])
+
+
+def quantize_int4(weight: Tensor, group: int = 32) -> LinearWeight:
+    """Weight-only int4 with a scale and a minimum for each `group` (32, 64 or 128) weights of a row; [out, in] in."""
+    out_features, in_features = weight.shape
+    if group not in (32, 64, 128) or in_features % group:
+        raise ValueError(f"int4 group must be 32, 64 or 128 and divide in_features={in_features}, got {group}")
+    w = weight.float().view(out_features, in_features // group, group)
+    low, high = w.aminmax(dim=2)
+    scale = ((high - low) / 15).clamp_min(torch.finfo(torch.float32).tiny)
+    q = ((w - low[..., None]) / scale[..., None]).round_().clamp_(0, 15).to(torch.uint8).view(out_features, -1)
+    packed = q[:, 0::2] | (q[:, 1::2] << 4)
+    return LinearWeight(format="int4", tensors={"weight": packed, "scale": scale, "minimum": low.contiguous()},
+                        out_features=out_features, in_features=in_features, group=group)
+
+
+# ----------------------------------------------------------------------------------------- slicing and concatenation
+
+
+def _need_plain(w: LinearWeight) -> None:
+    assert w.layout == "plain", f"a prepared weight ({w.layout}) cannot be sliced or concatenated"
+
+
+def slice_rows(w: LinearWeight, lo: int, hi: int) -> LinearWeight:
+    """Output features lo..hi (column parallel). A view."""
+    _need_plain(w)
+    if not 0 <= lo <= hi <= w.out_features:
+        raise ValueError(f"rows {lo}:{hi} lie outside a weight of {w.out_features} rows")
+    return LinearWeight(format=w.format, tensors={k: t[lo:hi] for k, t in w.tensors.items()},
+                        out_features=hi - lo, in_features=w.in_features, group=w.group)
+
+
+def slice_cols(w: LinearWeight, lo: int, hi: int) -> LinearWeight:
+    """Input features lo..hi (row parallel), aligned to the group. A view."""
+    _need_plain(w)
+    step = w.group or 1
+    if not 0 <= lo <= hi <= w.in_features or lo % step or hi % step:
+        raise ValueError(f"columns {lo}:{hi} must lie inside {w.in_features} and be multiples of the group {step}")
+    tensors = {}
+    for name, t in w.tensors.items():
+        if t.dim() == 1:  # one scale a row serves every column
+            tensors[name] = t
+        else:
+            per = w.in_features // t.shape[1]  # columns behind one entry of dim 1: 1, 2 (nibbles) or the group
+            tensors[name] = t[:, lo // per:hi // per]
+    return LinearWeight(format=w.format, tensors=tensors, out_features=w.out_features, in_features=hi - lo, group=w.group)
+
+
+def take_rows(w: LinearWeight, order: Tensor) -> LinearWeight:
+    """Rows in another order (or some of them); `order` is int64. A copy."""
+    _need_plain(w)
+    return LinearWeight(format=w.format, tensors={k: t.index_select(0, order) for k, t in w.tensors.items()},
+                        out_features=order.numel(), in_features=w.in_features, group=w.group)
+
+
+def concat_rows(parts: Sequence[LinearWeight]) -> LinearWeight:
+    """One weight from several that read the same input (fused QKV, gate-up). Formats that differ become fp32."""
+    for w in parts:
+        _need_plain(w)
+    first = parts[0]
+    if any(w.in_features != first.in_features for w in parts):
+        raise ValueError(f"in_features differ: {[w.in_features for w in parts]}")
+    out_features = sum(w.out_features for w in parts)
+    if any((w.format, w.group) != (first.format, first.group) for w in parts):
+        return from_tensor(torch.cat([dequantize(w, torch.float32) for w in parts]))
+    tensors = {k: torch.cat([w.tensors[k] for w in parts]) for k in first.tensors}
+    return LinearWeight(format=first.format, tensors=tensors, out_features=out_features,
+                        in_features=first.in_features, group=first.group)
+
+
+# ------------------------------------------------------------------------------------------------------ dequantization
+
+
+def _fp16_field(blocks: Tensor, at: int) -> Tensor:
+    """The fp16 at byte `at` of every block, as fp32 [..., 1]."""
+    return blocks[..., at:at + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(blocks: Tensor, at: int) -> Tensor:
+    """The 32 four-bit values of every block, as fp32 [..., 32]."""
+    packed = blocks[..., at:at + 16]
+    return torch.cat([packed & 0xF, packed >> 4], dim=-1).float()
+
+
+def _dequantize_plain(w: LinearWeight) -> Tensor:
+    """fp32 [out, in] of a weight in storage layout."""
+    t = w.tensors
+    if w.format == "q4_0":
+        value = (_nibbles(t["blocks"], 2) - 8) * _fp16_field(t["blocks"], 0)
+    elif w.format == "q4_1":
+        value = _nibbles(t["blocks"], 4) * _fp16_field(t["blocks"], 0) + _fp16_field(t["blocks"], 2)
+    elif w.format == "q8_0":
+        value = t["blocks"][..., 2:].contiguous().view(torch.int8).float() * _fp16_field(t["blocks"], 0)
+    elif w.format == "int8":
+        value = t["weight"].float() * t["scale"][:, None]
+    elif w.format == "int4":
+        q = torch.stack([t["weight"] & 0xF, t["weight"] >> 4], dim=-1)
+        q = q.view(w.out_features, w.in_features // w.group, w.group).float()
+        value = q * t["scale"][..., None] + t["minimum"][..., None]
+    else:
+        value = t["weight"].float()
+    return value.reshape(w.out_features, w.in_features)
+
+
+def dequantize(w: LinearWeight, dtype: torch.dtype) -> Tensor:
+    """[out, in] in `dtype`, whatever the format and layout. Not a view of a quantized weight; may be one of a float one."""
+    if not w.is_quantized:
+        return w.tensors["weight"].to(dtype)
+    return _dequantize_plain(w).to(dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------- the door
+
+
+def prepare(w: LinearWeight, dtype: torch.dtype, device: torch.device | str = "cpu") -> LinearWeight:
+    """The weight as `linear` runs it best for activations of `dtype` on `device`. Once, at load."""
+    _need_plain(w)
+    if w.is_quantized:
+        return from_tensor(dequantize(w, dtype).to(device))
+    weight = w.tensors["weight"].to(device=device, dtype=dtype).contiguous()
+    return from_tensor(weight)
+
+
+def linear(x: Tensor, w: LinearWeight, bias: Tensor | None = None) -> Tensor:
+    """x [R, in] times weight^T (+ bias [out]) -> [R, out], in x's dtype."""
+    if not w.is_quantized:
+        return F.linear(x, w.tensors["weight"], bias)
+    return F.linear(x, dequantize(w, x.dtype), bias)
+
+
+def linear_reference(x: Tensor, w: LinearWeight, bias: Tensor | None = None) -> Tensor:
+    """The same in plain fp32: what `linear` is tested against."""
+    out = x.float() @ dequantize(w, torch.float32).T
+    return (out if bias is None else out + bias.float()).to(x.dtype)
+
+
+def embedding(ids: Tensor, w: LinearWeight, dtype: torch.dtype) -> Tensor:
+    """Rows `ids` [N] of the weight -> [N, in] in `dtype`, dequantizing only those."""
+    if not w.is_quantized:
+        return F.embedding(ids, w.tensors["weight"]).to(dtype)
+    return dequantize(take_rows(w, ids), dtype)

@@ -1,0 +1,42 @@
+"""Normalisations over the last dimension. Sums are taken in fp32 whatever the dtype of the rows.
+
+Letters: R rows, E features. `offset` is added to the weight (Gemma stores weight - 1, so it passes 1.0).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .dispatch import cpu_ops
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0) -> torch.Tensor:
+    """x [..., E] / rms(x) * (weight [E] + offset), in x's dtype."""
+    if x.is_cpu and (ops := cpu_ops()) is not None and ops.can_norm(x, weight):
+        return ops.rms_norm(x, weight, eps, offset)  # type: ignore[no-any-return]
+    return rms_norm_reference(x, weight, eps, offset=offset)
+
+
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0) -> torch.Tensor:
+    """The definition, in fp32 with one rounding at the end."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale * (weight.float() + offset)).to(x.dtype)
+
+
+def rms_norm_residual(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rms_norm(x + residual), x + residual) for x, residual [R, E]; the sum is rounded to x's dtype before the norm.
+
+    `residual` may be overwritten by the new residual; use the returned one.
+    """
+    if x.is_cpu and (ops := cpu_ops()) is not None and ops.can_norm(x, weight) and ops.can_norm(residual, weight):
+        return ops.rms_norm_residual(x, residual, weight, eps, offset), residual
+    total = x + residual
+    return rms_norm_reference(total, weight, eps, offset=offset), total
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """(x - mean) / std * weight + bias over the last dimension of x [..., E]."""
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)

@@ -1,0 +1,1 @@
+"""Networks, their weights, their tokenizers and their feature code. Docstring only, see DESIGN in README."""

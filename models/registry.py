@@ -1,0 +1,151 @@
+"""Model names: a table to read. Packaged models come from the entry-point group `motet.models`.
+
+Knows names, files and licences. Does not open weights and never imports torch.
+
+A name is, in this order: a registered id, a `.gguf` file, a local directory, a hub id "owner/name" (the only kind that is
+ever downloaded).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from ..engine.errors import InvalidRequest, ModelLoadError, ModelNotFound
+
+ENTRY_POINTS = "motet.models"
+_MAX_NAME = 512
+# Two parts; each begins with a letter or digit, so that neither "." nor ".." nor an option can be one.
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+# What is fetched of a hub repository: never pickles, never code.
+HUB_PATTERNS = ("*.safetensors", "*.json", "tokenizer.model", "*.jinja")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A model that can be named. `locate()` returns the file or directory, or raises ModelNotFound saying what to install."""
+
+    id: str
+    kind: str  # "llm", later "asr", "tts", ...
+    locate: Callable[[], Path]
+    licence: str
+    summary: str
+    num_parameters: int
+    download_mb: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedModel:
+    """A name that was found. `id` is what requests call the model; `path` is a file or a directory."""
+
+    id: str
+    kind: str
+    path: Path
+
+
+@lru_cache(maxsize=1)
+def _packaged() -> tuple[ModelSpec, ...]:
+    specs: dict[str, ModelSpec] = {}
+    for point in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda p: p.name):
+        try:
+            found = list(point.load()())
+        except Exception as error:  # another distribution's code: it must not take our start with it
+            raise ModelLoadError(f"the models of package entry {point.name[:60]!r} cannot be listed: "
+                                 f"{error.__class__.__name__}") from error
+        for spec in found:
+            specs.setdefault(spec.id, spec)
+    return tuple(specs.values())
+
+
+_registered: dict[str, ModelSpec] = {}
+
+
+def register(spec: ModelSpec) -> None:
+    """Add a model to this process; it comes before a packaged one of the same id."""
+    _registered[spec.id] = spec
+
+
+def unregister(model_id: str) -> None:
+    """Take back `register`; unknown ids are ignored."""
+    _registered.pop(model_id, None)
+
+
+def installed() -> list[ModelSpec]:
+    """All models that have a name here: those of this process, then packaged ones, by entry point and their order."""
+    return [*_registered.values(), *(spec for spec in _packaged() if spec.id not in _registered)]
+
+
+def find(name: str) -> ModelSpec | None:
+    """The registered model called `name`, or None."""
+    return next((spec for spec in installed() if spec.id == name), None)
+
+
+def resolve(name: str) -> ResolvedModel:
+    """Find a model by name, downloading only when the name is a hub id. ModelNotFound says what was looked for."""
+    _check_name(name)
+    if spec := find(name):
+        return ResolvedModel(id=spec.id, kind=spec.kind, path=spec.locate())
+    path = Path(name).expanduser()
+    try:
+        if path.suffix == ".gguf":
+            if path.is_file():
+                return ResolvedModel(id=path.stem, kind="llm", path=path)
+            raise ModelNotFound(f"no GGUF file at {name[:200]!r}")
+        if path.is_dir():
+            path = path.resolve()
+            return ResolvedModel(id=path.name, kind=_kind_of(path), path=path)
+    except OSError as error:
+        raise ModelNotFound(f"{name[:200]!r} cannot be opened ({error.__class__.__name__})") from None
+    if _HUB_ID.fullmatch(name) and ".." not in name:
+        path = _download(name)
+        return ResolvedModel(id=name, kind=_kind_of(path), path=path)
+    known = ", ".join(spec.id for spec in installed()) or "none"
+    raise ModelNotFound(f"no model {name[:200]!r}: not an installed model (installed: {known}), a .gguf file, a directory "
+                        'or a hub id "owner/name"')
+
+
+def _check_name(name: str) -> None:
+    if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME:
+        raise InvalidRequest(f"a model name has 1 to {_MAX_NAME} characters", param="model")
+    if not name.isprintable() or name != name.strip():
+        raise InvalidRequest("a model name has printable characters and no space around it", param="model")
+
+
+def _kind_of(path: Path) -> str:
+    """What a directory's config.json says it is; "llm" unless it names another kind that we know."""
+    try:
+        config = json.loads((path / "config.json").read_bytes())
+        names = config.get("architectures") or []
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return "llm"
+    return "asr" if any("Whisper" in str(name) for name in names) else "llm"
+
+
+def _download(hub_id: str) -> Path:
+    """The snapshot of a hub repository, from the local cache when offline (HF_HUB_OFFLINE) or unreachable."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=list(HUB_PATTERNS)))
+    except GatedRepoError:
+        raise ModelNotFound(f"hub model {hub_id!r} wants its licence accepted and a token (HF_TOKEN)") from None
+    except RepositoryNotFoundError:
+        raise ModelNotFound(f"no public model {hub_id!r} on the hub (private ones want HF_TOKEN)") from None
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled):
+        raise ModelNotFound(f"hub model {hub_id!r} is not in the local cache, and the hub is switched off (HF_HUB_OFFLINE) "
+                            "or cannot be reached") from None
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise ModelNotFound(f"hub model {hub_id!r} cannot be fetched ({error.__class__.__name__})") from None

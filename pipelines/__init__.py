@@ -1,0 +1,1 @@
+"""The SDK: what a user imports. Requests in, events out, sync and async."""

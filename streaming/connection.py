@@ -1,0 +1,137 @@
+"""uvicorn's httptools connection with limits: header bytes and count, time for the headers, pipelined requests, number
+of connections; every refusal at this level is in the JSON envelope too. Puts `motet.abort` into the ASGI scope.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from ..engine.errors import InvalidRequest, MotetError, Unavailable
+from .config import ServerConfig
+from .protocol import HeadersTooLarge, RequestTimeout, wire_error
+
+_MAX_PIPELINED = 16
+_LARGEST_READ = 256 * 1024  # bytes that one read of the event loop may bring
+
+log = logging.getLogger("motet.server")
+
+
+def connection_class(limits: ServerConfig) -> type[HttpToolsProtocol]:
+    """A protocol class for uvicorn with these limits bound."""
+
+    class LimitedConnection(HttpToolsProtocol):
+        _refusal: MotetError | None = None
+        _header_bytes = 0  # of the head being parsed
+        _head_received = 0  # raw bytes that came in while a head was unfinished
+        _header_timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            if len(self.connections) > limits.max_connections:
+                self._refusal = Unavailable("too many connections", code="too_many_connections", retry_after_s=1.0)
+                self.send_400_response("")
+                return
+            self._header_timer = self.loop.call_later(limits.header_timeout_s, self._headers_too_slow)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_header_timer()
+            super().connection_lost(exc)
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self._header_bytes = 0
+            self.scope["extensions"] = {"motet.abort": self.transport.abort}  # type: ignore[dict-item]
+            if self._header_timer is None:
+                self._header_timer = self.loop.call_later(limits.header_timeout_s, self._headers_too_slow)
+
+        def on_url(self, url: bytes) -> None:
+            super().on_url(url)
+            self._count(len(url))
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            super().on_header(name, value)
+            self._count(len(name) + len(value))
+            if len(self.headers) > limits.max_header_count:
+                self._refuse(HeadersTooLarge(f"more than {limits.max_header_count} headers"))
+
+        def on_headers_complete(self) -> None:
+            self._stop_header_timer()
+            if len(self.pipeline) >= _MAX_PIPELINED:
+                self._refuse(Unavailable("too many pipelined requests", code="too_many_requests", retry_after_s=1.0))
+            super().on_headers_complete()
+
+        def data_received(self, data: bytes) -> None:
+            if self.transport.is_closing():
+                return
+            super().data_received(data)
+            if self._header_timer is None:
+                self._head_received = 0
+                return
+            # A header line that never ends reaches no callback: an unfinished head is counted by what came in for it.
+            self._head_received += len(data)
+            if self._head_received > limits.max_header_bytes + _LARGEST_READ and not self.transport.is_closing():
+                self._refusal = HeadersTooLarge(f"headers of more than {limits.max_header_bytes} bytes")
+                self.send_400_response("")
+
+        def send_400_response(self, msg: str) -> None:
+            """Every refusal of the connection itself; uvicorn calls it for what is not HTTP."""
+            error = self._refusal or InvalidRequest("the request is not valid HTTP", code="invalid_http")
+            if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+                wire = wire_error(error)
+                head = [
+                    STATUS_LINE[wire.status],
+                    b"content-type: application/json\r\n",
+                    b"content-length: %d\r\n" % len(wire.body),
+                ]
+                head += [name + b": " + value + b"\r\n" for name, value in wire.headers if name != b"connection"]
+                self.transport.write(b"".join([*head, b"connection: close\r\n\r\n", wire.body]))
+            self.transport.close()
+
+        def timeout_keep_alive_handler(self) -> None:
+            """A peer idle for so long has either read everything, or never will."""
+            if self.transport.get_write_buffer_size() > 0:
+                self.transport.abort()
+            else:
+                super().timeout_keep_alive_handler()
+
+        def _unsupported_upgrade_warning(self) -> None:
+            log.debug("a client asked for an upgrade that is not offered here")
+
+        def _count(self, size: int) -> None:
+            self._header_bytes += size
+            if self._header_bytes > limits.max_header_bytes:
+                self._refuse(HeadersTooLarge(f"headers of more than {limits.max_header_bytes} bytes"))
+
+        def _refuse(self, error: MotetError) -> None:
+            """Stop the parser: httptools turns this into HttpParserError, and uvicorn calls `send_400_response`."""
+            self._refusal = error
+            raise _Refused
+
+        def _headers_too_slow(self) -> None:
+            self._header_timer = None
+            if self._head_received == 0:
+                self.transport.close()  # nothing was asked
+            elif not self.transport.is_closing():
+                self._refusal = RequestTimeout(f"no complete request head within {limits.header_timeout_s:g} s")
+                self.send_400_response("")
+
+        def _stop_header_timer(self) -> None:
+            if self._header_timer is not None:
+                self._header_timer.cancel()
+                self._header_timer = None
+
+    return LimitedConnection
+
+
+class _Refused(Exception):
+    pass
+
+
+def quiet_uvicorn() -> dict[str, Any]:
+    """Logging for uvicorn: warnings and errors only; its 'Invalid HTTP request' lines are the clients' fault."""
+    logging.getLogger("uvicorn.error").addFilter(lambda record: "Invalid HTTP request" not in record.getMessage())
+    return {"log_config": None, "log_level": "warning", "access_log": False}

@@ -1,0 +1,123 @@
+"""What all routes share: the engine's client, the frontend, the limits, the counters, and the state of the server.
+
+States: starting -> ready -> draining -> closed. While it is not ready, routes that need the engine answer 503.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from ..engine.client import EngineClient
+from ..engine.errors import ModelNotFound, MotetError, Unavailable
+from ..engine.frontend.text import TextFrontend
+from ..engine.metrics import Metrics
+from .admission import Admission
+from .config import DEFAULT_MODEL, ServedModel, ServerConfig
+from .exchange import Exchange
+
+State = Literal["starting", "ready", "draining", "closed"]
+
+
+class Service:
+    """One server's shared parts. `attach` gives it an engine, `drain` and `abort_all` take it out of service."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self.state: State = "starting"
+        self.failure: MotetError | None = None  # why the engine could not be started
+        self.metrics = Metrics()
+        self.admission = Admission(
+            max_requests=config.max_queued_requests,
+            max_tokens=config.max_queued_tokens,
+            on_change=self.metrics.set_queue,
+        )
+        self.exchanges: set[Exchange] = set()  # requests being worked on
+        self.max_model_lens: dict[str, int] = {}  # of models used so far
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._models = {model.id: model for model in config.models}
+        self._client: EngineClient | None = None
+        self._frontend: TextFrontend | None = None
+
+    def attach(self, client: EngineClient) -> None:
+        """The engine is there: requests may come."""
+        self._client = client
+        self._frontend = TextFrontend(client)
+        if self.state == "starting":
+            self.state = "ready"
+
+    @property
+    def client(self) -> EngineClient:
+        self._check_open()
+        assert self._client is not None
+        return self._client
+
+    @property
+    def frontend(self) -> TextFrontend:
+        self._check_open()
+        assert self._frontend is not None
+        return self._frontend
+
+    def _check_open(self) -> None:
+        if self.state in ("draining", "closed"):
+            raise Unavailable("the server is shutting down", code="draining", retry_after_s=5.0)
+        if self._client is None:
+            if self.failure is not None:
+                raise self.failure
+            raise Unavailable("the engine is starting", code="model_loading", retry_after_s=2.0)
+
+    def model(self, name: str) -> ServedModel:
+        """The served model of that id; "default" is the first that writes text. Raises ModelNotFound."""
+        if name == DEFAULT_MODEL:
+            for model in self._models.values():
+                if model.kind == "llm":
+                    return model
+        found = self._models.get(name)
+        if found is None:
+            known = ", ".join(list(self._models)[:8]) or "none"
+            raise ModelNotFound(f"the model {name[:80]!r} is not served here; served: {known}", param="model")
+        return found
+
+    async def health(self) -> dict[str, Any] | None:
+        """`client.health()`, or None when the engine does not answer in time."""
+        return await self._ask("health")
+
+    async def stats(self) -> dict[str, Any] | None:
+        return await self._ask("stats")
+
+    async def _ask(self, verb: Literal["health", "stats"]) -> dict[str, Any] | None:
+        client = self._client
+        if client is None:
+            return None
+        try:
+            async with asyncio.timeout(self.config.stats_timeout_s):
+                return await (client.health() if verb == "health" else client.stats())
+        except (MotetError, OSError, TimeoutError):
+            return None
+
+    def abort_in_engine(self, request_ids: Sequence[str], reason: str) -> None:
+        """Tell the engine why, before the work on the requests is cancelled. Does not wait."""
+        if self._client is not None:
+            for request_id in request_ids:
+                task = asyncio.ensure_future(self._client.abort(request_id, reason))
+                self._aborts.add(task)
+                task.add_done_callback(self._aborts.discard)
+
+    # ---------------------------------------------------------------------------------------------------- the end
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests and wait for those in flight. True when all ended in time."""
+        self.state = "draining"
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while self.exchanges:
+            if asyncio.get_running_loop().time() >= deadline:
+                return False
+            await asyncio.sleep(0.02)
+        return True
+
+    def abort_all(self, reason: str = "shutdown") -> None:
+        """End every request in flight now; each client is told."""
+        self.state = "draining"
+        for exchange in list(self.exchanges):
+            exchange.stop(reason)

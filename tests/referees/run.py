@@ -1,0 +1,85 @@
+"""Judges that are not ours, against the real server on the packaged model: npm's `openai` client and `schemathesis`.
+
+`make referees` runs this. Each referee lives in its own folder under $MOTET_VENVS (default ~/.cache/motet/venvs), made
+from the pin file beside this script and reused while that is unchanged. Bounded: about five minutes when built.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Callable
+from pathlib import Path
+
+from motet.deploy.demo import free_port, running_server
+
+HERE = Path(__file__).resolve().parent
+VENVS = Path(os.environ.get("MOTET_VENVS") or Path.home() / ".cache/motet/venvs")
+MODEL = "smollm2-135m-instruct"
+
+
+def built(name: str, pins: Path, build: Callable[[Path], None]) -> Path:
+    """The referee's folder, built anew when its pin file changed."""
+    folder, want = VENVS / f"referee-{name}", hashlib.sha256(pins.read_bytes()).hexdigest()
+    stamp = folder / ".motet-stamp"
+    if stamp.is_file() and stamp.read_text() == want:
+        return folder
+    print(f"referee {name}: building {folder}", flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    build(folder)
+    stamp.write_text(want)
+    return folder
+
+
+def build_schemathesis(folder: Path) -> None:
+    venv.create(folder, with_pip=True)
+    pip = [str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check", "--retries", "10", "install", "-q"]
+    subprocess.run([*pip, "-r", str(HERE / "schemathesis.txt")], check=True)
+
+
+def build_openai(folder: Path) -> None:
+    shutil.copy(HERE / "package.json", folder)
+    flags = ["--ignore-scripts", "--no-audit", "--no-fund", "--omit=peer", "--loglevel=error"]
+    subprocess.run(["npm", "install", *flags], cwd=folder, check=True)
+
+
+def run_openai(folder: Path, url: str) -> bool:
+    shutil.copy(HERE / "openai_client.mjs", folder)
+    environment = {**os.environ, "BASE_URL": f"{url}/v1", "MODEL": MODEL}
+    return subprocess.run(["node", "openai_client.mjs"], cwd=folder, env=environment, timeout=300).returncode == 0
+
+
+def run_schemathesis(folder: Path, url: str) -> bool:
+    """Requests made from /openapi.json, valid and broken: none may be answered with 5xx."""
+    command = [str(folder / "bin/schemathesis"), "run", f"{url}/openapi.json", "--checks", "not_a_server_error"]
+    command += ["--phases", "examples,coverage,fuzzing", "--max-examples", "25", "--seed", "1", "--workers", "2"]
+    command += ["--request-timeout", "60", "--generation-database", "none", "--no-shrink", "--continue-on-failure"]
+    return subprocess.run(command, cwd=folder, timeout=600).returncode == 0
+
+
+def main() -> int:
+    verdicts: dict[str, bool] = {}
+    with contextlib.ExitStack() as stack:
+        fuzzer = built("schemathesis", HERE / "schemathesis.txt", build_schemathesis)
+        client = built("openai-npm", HERE / "package.json", build_openai) if shutil.which("npm") else None
+        url = stack.enter_context(running_server(MODEL, free_port()))
+        if client is None:
+            print("referee openai-npm: npm is not installed here (Debian: apt-get install npm); not run", flush=True)
+        else:
+            verdicts["openai-npm"] = run_openai(client, url)
+        verdicts["schemathesis"] = run_schemathesis(fuzzer, url)
+        if client is not None:
+            verdicts["openai-npm after the fuzzing"] = run_openai(client, url)
+    for name, held in verdicts.items():
+        print(f"referee {name}: {'held' if held else 'FAILED'}")
+    return 0 if all(verdicts.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
