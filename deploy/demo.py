@@ -157,10 +157,12 @@ def running_server(model: str, port: int) -> Iterator[str]:
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "motet.deploy.cli", "serve", model, "--port", str(port), "--preload"]
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    before = signal.signal(signal.SIGTERM, _leave)  # so that the server never outlives us
     try:
         wait_ready(child, url)
         yield url
     finally:
+        signal.signal(signal.SIGTERM, before)
         child.terminate()
         try:
             child.wait(timeout=15)
@@ -182,6 +184,10 @@ def wait_ready(child: subprocess.Popen[bytes], url: str, *, timeout_s: float = S
                     return
         time.sleep(0.05)
     raise Unavailable(f"the server was not ready after {timeout_s:.0f} s")
+
+
+def _leave(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def free_port() -> int:

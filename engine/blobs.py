@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import math
 
 import torch
 
 from .errors import InvalidRequest
+from .params import check_blob
 from .types import Blob
 
 _DTYPES = {
@@ -33,10 +33,5 @@ def to_blob(tensor: torch.Tensor) -> Blob:
 
 def from_blob(blob: Blob) -> torch.Tensor:
     """A tensor with the blob's values. Raises InvalidRequest when bytes and shape disagree, or the bytes lie elsewhere."""
-    if blob.ref:
-        raise InvalidRequest(f"expected inline bytes, got a reference of kind {blob.ref.split(':')[0]!r}")
-    dtype = _DTYPES[blob.dtype]
-    expected = math.prod(blob.shape) * dtype.itemsize
-    if len(blob.data) != expected or any(n < 0 for n in blob.shape):
-        raise InvalidRequest(f"expected {expected} bytes for {blob.dtype} {list(blob.shape)}, got {len(blob.data)}")
-    return torch.frombuffer(bytearray(blob.data), dtype=torch.uint8).view(dtype).reshape(blob.shape)
+    check_blob(blob)
+    return torch.frombuffer(bytearray(blob.data), dtype=torch.uint8).view(_DTYPES[blob.dtype]).reshape(blob.shape)

@@ -14,7 +14,7 @@ from typing import Any
 from .cache.hashing import root_key
 from .errors import ContextLengthExceeded, DuplicateRequest, InvalidRequest, to_info
 from .executor import Executor, Handle
-from .params import check_request
+from .params import check_blob, check_request
 from .scheduler import Output, Scheduler
 from .sequence import Sequence, State
 from .types import (
@@ -126,6 +126,7 @@ class LLMEngine:
                 f"append: {total} input tokens leave no room for output in {self.info.max_model_len}", param="token_ids"
             )
         for span in embeddings or []:
+            check_blob(span.blob)
             shape = span.blob.shape
             low, high = len(seq.token_ids), total
             if len(shape) != 2 or shape[1] != self.info.hidden_size or not low <= span.start <= high - shape[0]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 
 from .errors import ContextLengthExceeded, InvalidRequest
-from .types import Request, SamplingParams
+from .types import Blob, Request, SamplingParams
 
 MAX_LOGPROBS = 100
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_STEP_MASKS = 65536
 MAX_SEED = 2**63 - 1
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1}
 
 # field, lowest, highest, what it means
 _RANGES: tuple[tuple[str, float, float], ...] = (
@@ -73,6 +75,7 @@ def check_request(request: Request, *, max_model_len: int, vocab_size: int, hidd
         raise InvalidRequest(f"prompt: expected token ids in [0, {vocab_size}), got {wrong}", param="prompt")
     check_length(num_prompt, request.params.max_tokens, max_model_len, generates=request.task == "generate")
     for span in request.embeddings:
+        check_blob(span.blob)
         shape = span.blob.shape
         if len(shape) != 2 or shape[1] != hidden_size:
             raise InvalidRequest(
@@ -84,6 +87,15 @@ def check_request(request: Request, *, max_model_len: int, vocab_size: int, hidd
                 f"{span.start}..{span.start + shape[0]}",
                 param="embeddings",
             )
+
+
+def check_blob(blob: Blob) -> None:
+    """Raise InvalidRequest when bytes and shape of a tensor disagree, or when its bytes are not here."""
+    if blob.ref:
+        raise InvalidRequest(f"expected a tensor's bytes, got a reference of kind {blob.ref.split(':')[0]!r}")
+    expected = math.prod(blob.shape) * _ITEM_BYTES[blob.dtype]
+    if min(blob.shape, default=0) < 0 or len(blob.data) != expected:
+        raise InvalidRequest(f"expected {expected} bytes for {blob.dtype} {list(blob.shape)}, got {len(blob.data)}")
 
 
 def check_length(num_prompt: int, max_tokens: int | None, max_model_len: int, *, generates: bool = True) -> None:

@@ -1,10 +1,12 @@
 """The attention door: rows over a paged KV cache. It knows rows, not phases.
 
-Letters: R rows, S sequences, H query heads, K kv heads, D head dim, B blocks per table, T tokens per block, N pool blocks.
+Letters: R rows, S sequences, H query heads, K kv heads, D head dim, B blocks per table, T tokens per block, N pool
+blocks.
 
-A layer's cache is one tensor `kv` [N, 2, K, T, D] (k then v). A *kv index* is an index into a sequence's cache slots; its
-flat slot is block_table[kv_index // T] * T + kv_index % T. For ordinary rows kv index equals position; in a draft tree
-several rows share a position but never a kv index. Block 0 is the null block: padding and skipped window blocks point there.
+A layer's cache is one tensor `kv` [N, 2, K, T, D] (k then v). A *kv index* is an index into a sequence's cache slots;
+its flat slot is block_table[kv_index // T] * T + kv_index % T. For ordinary rows kv index equals position; in a draft
+tree several rows share a position but never a kv index. Block 0 is the null block: padding and skipped window blocks
+point there.
 """
 
 from __future__ import annotations
@@ -140,8 +142,8 @@ def paged_attention(
     which no window hides. `soft_cap` c > 0 turns a score s into c * tanh(s / c). `sinks` [H] fp32 join the softmax's
     denominator. A row that sees nothing gives 0. Slots that a row does not see never reach its output, not even NaN.
 
-    Returns out [R, H, D] in q's dtype, and with `return_lse` also lse [R, H] fp32: the log of the softmax's denominator,
-    sink included, -inf where there is nothing.
+    Returns out [R, H, D] in q's dtype, and with `return_lse` also lse [R, H] fp32: the log of the softmax's
+    denominator, sink included, -inf where there is nothing.
     """
     if q.is_cpu and (ops := cpu_ops()) is not None and ops.can_attend(q, kv):
         out, lse = ops.paged_attention(
@@ -160,9 +162,7 @@ def paged_attention(
             return_lse,
         )
         return (out, lse) if return_lse else out
-    out, lse = _attention_by_sequence(
-        q, kv, batch, group, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
-    )
+    out, lse = _attention_by_sequence(q, kv, batch, group, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
     return (out, lse) if return_lse else out
 
 
@@ -247,7 +247,7 @@ def paged_attention_reference(
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition, one row and one head at a time, in float64: out [R, H, D] and lse [R, H]. For tests."""
+    """The definition, one row at a time in float64: out [R, H, D] and lse [R, H]. For tests."""
     num_rows, num_heads, dim = q.shape
     per_kv = num_heads // kv.shape[2]
     out = torch.zeros(num_rows, num_heads, dim, dtype=torch.float64)
@@ -255,26 +255,23 @@ def paged_attention_reference(
     for row in range(num_rows):
         seq = int(batch.seq[row])
         position = int(batch.position[row] if batch.position.dim() == 1 else batch.position[0, row])
-        seen = [i for i in range(int(batch.num_visible[row])) if window == 0 or i > position - window]
+        seen = {i for i in range(int(batch.num_visible[row])) if window == 0 or i > position - window}
         if batch.ancestor_mask is not None and batch.tree_starts is not None:
             for word, bits in enumerate(batch.ancestor_mask[row].tolist()):
-                tree = [word * 64 + bit for bit in range(64) if bits >> bit & 1]
-                seen += [int(batch.tree_starts[seq]) + j for j in tree]
-        seen = sorted(set(seen))
-        blocks = [int(batch.block_tables[group][seq, i // batch.block_size]) for i in seen]
-        for head in range(num_heads):
-            keys = [kv[b, 0, head // per_kv, i % batch.block_size].double() for b, i in zip(blocks, seen, strict=True)]
-            values = [kv[b, 1, head // per_kv, i % batch.block_size].double() for b, i in zip(blocks, seen, strict=True)]
-            scores = [scale * torch.dot(q[row, head].double(), key) for key in keys]
-            if soft_cap:
-                scores = [soft_cap * torch.tanh(score / soft_cap) for score in scores]
-            if sinks is not None:
-                scores.append(sinks[head].double())
-            if not scores:
-                continue
-            lse[row, head] = torch.logsumexp(torch.stack(scores), 0)
-            for score, value in zip(scores, values, strict=False):  # a sink has no value
-                out[row, head] += torch.exp(score - lse[row, head]) * value
+                seen |= {int(batch.tree_starts[seq]) + word * 64 + bit for bit in range(64) if bits >> bit & 1}
+        index = torch.tensor(sorted(seen), dtype=torch.int64)
+        pages = batch.block_tables[group][seq, index // batch.block_size].long()
+        keys, values = (
+            kv[pages, :, :, index % batch.block_size].double().repeat_interleave(per_kv, 2).unbind(1)
+        )  # [L, H, D]
+        scores = scale * torch.einsum("hd,lhd->hl", q[row].double(), keys)
+        if soft_cap:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None]], dim=1)  # joins the denominator, has no value
+        if scores.shape[1]:
+            lse[row] = scores.logsumexp(1)
+            out[row] = torch.einsum("hl,lhd->hd", (scores - lse[row, :, None]).exp()[:, : len(index)], values)
     return out, lse
 
 

@@ -12,7 +12,7 @@ from types import ModuleType
 
 @functools.cache
 def cpu_ops() -> ModuleType | None:
-    """The doors of the C++ ops (kernels/cpu/ops.py), or None where plain torch does the work. Decided at the first call."""
+    """The C++ ops (kernels/cpu/ops.py), or None where plain torch does the work. Decided at the first call."""
     choice = os.environ.get("MOTET_KERNELS", "auto")
     if choice not in ("auto", "cpu", "torch"):
         raise ValueError(f"MOTET_KERNELS: expected auto, cpu or torch, got {choice!r}")

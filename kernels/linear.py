@@ -11,7 +11,7 @@ prepared weight can only be used (`linear`, `embedding`, `dequantize`).
     q8_0          blocks u8 [out, in/32, 34]: fp16 d, 32 int8                            d * q
     int8          weight i8 [out, in], scale fp32 [out]                                  scale * q
     int4          weight u8 [out, in/2] (low nibble = even i), scale, minimum            scale * q + minimum
-                  fp32 [out, in/group]
+                  fp16 or fp32 [out, in/group]
     (in a block of q4_x, byte j holds element j in its low and element j + 16 in its high nibble)
 
 What it does not know: names, files, models. Errors are `ValueError` that say what was expected and what came.
@@ -21,11 +21,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from . import dispatch
 
 Format = Literal["fp32", "bf16", "fp16", "q4_0", "q4_1", "q8_0", "int8", "int4"]
 Layout = Literal["plain", "rows16", "int4pack", "int8pack"]
@@ -102,7 +105,10 @@ def quantize_int4(weight: Tensor, group: int = 32) -> LinearWeight:
     w = weight.float().view(out_features, in_features // group, group)
     low, high = w.aminmax(dim=2)
     scale = ((high - low) / 15).clamp_min(torch.finfo(torch.float32).tiny)
-    q = ((w - low[..., None]) / scale[..., None]).round_().clamp_(0, 15).to(torch.uint8).view(out_features, -1)
+    halves = torch.stack([scale, low]).half()
+    if bool(halves.isfinite().all()) and float(halves[0].min()) >= 2.0**-14:  # fp16 holds them without losing digits
+        scale, low = halves[0], halves[1]
+    q = ((w - low[..., None].float()) / scale[..., None].float()).round_().clamp_(0, 15).to(torch.uint8).view(out_features, -1)
     packed = q[:, 0::2] | (q[:, 1::2] << 4)
     return LinearWeight(format="int4", tensors={"weight": packed, "scale": scale, "minimum": low.contiguous()},
                         out_features=out_features, in_features=in_features, group=group)
@@ -190,7 +196,7 @@ def _dequantize_plain(w: LinearWeight) -> Tensor:
     elif w.format == "int4":
         q = torch.stack([t["weight"] & 0xF, t["weight"] >> 4], dim=-1)
         q = q.view(w.out_features, w.in_features // w.group, w.group).float()
-        value = q * t["scale"][..., None] + t["minimum"][..., None]
+        value = q * t["scale"][..., None].float() + t["minimum"][..., None].float()
     else:
         value = t["weight"].float()
     return value.reshape(w.out_features, w.in_features)
@@ -198,6 +204,8 @@ def _dequantize_plain(w: LinearWeight) -> Tensor:
 
 def dequantize(w: LinearWeight, dtype: torch.dtype) -> Tensor:
     """[out, in] in `dtype`, whatever the format and layout. Not a view of a quantized weight; may be one of a float one."""
+    if w.layout == "rows16":
+        return _take_rows16(w, None, dtype)
     if not w.is_quantized:
         return w.tensors["weight"].to(dtype)
     return _dequantize_plain(w).to(dtype)
@@ -207,18 +215,36 @@ def dequantize(w: LinearWeight, dtype: torch.dtype) -> Tensor:
 
 
 def prepare(w: LinearWeight, dtype: torch.dtype, device: torch.device | str = "cpu") -> LinearWeight:
-    """The weight as `linear` runs it best for activations of `dtype` on `device`. Once, at load."""
+    """The weight as `linear` runs it best for activations of `dtype` on `device`. Once, at load.
+
+    bf16 on a CPU keeps quantized weights quantized; every other case dequantizes to `dtype` (fp32 then computes with the
+    exact values of the file).
+    """
     _need_plain(w)
-    if w.is_quantized:
-        return from_tensor(dequantize(w, dtype).to(device))
-    weight = w.tensors["weight"].to(device=device, dtype=dtype).contiguous()
-    return from_tensor(weight)
+    if dtype == torch.bfloat16 and torch.device(device).type == "cpu":
+        if _ops() is not None and w.in_features % BLOCK == 0 and (w.is_quantized or _has_bf16_dot()):
+            return _to_rows16(w)
+        if w.is_quantized:
+            return _to_torch_packed(w)
+    return from_tensor(dequantize(w, dtype).to(device).contiguous())
 
 
 def linear(x: Tensor, w: LinearWeight, bias: Tensor | None = None) -> Tensor:
-    """x [R, in] times weight^T (+ bias [out]) -> [R, out], in x's dtype."""
-    if not w.is_quantized:
-        return F.linear(x, w.tensors["weight"], bias)
+    """x [R, in] times weight^T (+ bias [out]) -> [R, out], in x's dtype. `w` prepared for that dtype, or in storage.
+
+    In layout rows16 and below its row limit a row's result depends on nothing but the row: not on R, not on threads.
+    """
+    layout = w.layout
+    if layout != "plain" and x.dim() != 2:
+        return linear(x.reshape(-1, x.shape[-1]), w, bias).view(*x.shape[:-1], w.out_features)
+    if layout == "rows16" and x.dtype is torch.bfloat16:
+        if x.shape[0] < _many_rows(w.format):
+            t, bits, zero = w.tensors, *_BITS_ZERO[w.format]
+            y: Tensor = torch.ops.motet_cpu.rows16_linear(x, t["quants"], t.get("scale"), t.get("minimum"), bias, bits, zero,
+                                                          w.out_features)
+            return y
+    elif layout in ("int4pack", "int8pack") and x.shape[0] <= _TORCH_PACKED_ROWS:
+        return _torch_packed_linear(x, w, bias)
     return F.linear(x, dequantize(w, x.dtype), bias)
 
 
@@ -229,7 +255,134 @@ def linear_reference(x: Tensor, w: LinearWeight, bias: Tensor | None = None) -> 
 
 
 def embedding(ids: Tensor, w: LinearWeight, dtype: torch.dtype) -> Tensor:
-    """Rows `ids` [N] of the weight -> [N, in] in `dtype`, dequantizing only those."""
+    """Rows `ids` [N] of the weight -> [N, in] in `dtype`, dequantizing only those. Ids out of range are an error."""
+    if w.layout == "rows16":
+        return _take_rows16(w, ids, dtype)
     if not w.is_quantized:
         return F.embedding(ids, w.tensors["weight"]).to(dtype)
-    return dequantize(take_rows(w, ids), dtype)
+    plain = LinearWeight(format=w.format, tensors={k: v for k, v in w.tensors.items() if k not in _PACKED_EXTRAS},
+                         out_features=w.out_features, in_features=w.in_features, group=w.group)
+    return dequantize(take_rows(plain, ids), dtype)
+
+
+# ------------------------------------------------------------------------------------- layout rows16 (kernels/cpu/linear.cpp)
+
+_BITS_ZERO: dict[str, tuple[int, int]] = {
+    "q4_0": (4, 8), "q4_1": (4, 0), "int4": (4, 0), "q8_0": (8, 0), "int8": (8, 0), "bf16": (16, 0),
+    "fp32": (16, 0), "fp16": (16, 0),
+}
+# From so many rows on, unpacking to bf16 for torch's matmul is faster. Measured on an EPYC 9005 (AVX-512 BF16, no AMX), one
+# thread, [3072, 576]: rows16 / unpack + matmul in us: 4 bits 77 / 240 at 8 rows, 646 / 620 at 64, 2504 / 1930 at 256.
+# With AMX torch's matmul is several times faster and the limit accordingly lower (estimated, not yet measured).
+_MANY_ROWS = {4: 64, 8: 96, 16: 192}
+_MANY_ROWS_AMX = {4: 24, 8: 24, 16: 24}
+
+
+@cache
+def _ops() -> object | None:
+    """The C++ linear ops, or None where they are not built or not wanted."""
+    if dispatch.cpu_ops() is None or not hasattr(torch.ops.motet_cpu, "rows16_linear"):
+        return None
+    return torch.ops.motet_cpu
+
+
+@cache
+def _has_bf16_dot() -> bool:
+    """Whether the C++ kernel multiplies bf16 natively here. If not, torch serves float weights better."""
+    return _ops() is not None and bool(torch.ops.motet_cpu.rows16_is_native())
+
+
+@cache
+def _many_rows(format: str) -> int:
+    has_amx = bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
+    return (_MANY_ROWS_AMX if has_amx else _MANY_ROWS)[_BITS_ZERO[format][0]]
+
+
+def _to_tiles(table: Tensor) -> Tensor:
+    """[out, groups] -> [tiles, groups, 16], padded with zeros."""
+    padded = F.pad(table, (0, 0, 0, -table.shape[0] % 16))
+    return padded.view(-1, 16, table.shape[1]).transpose(1, 2).contiguous()
+
+
+def _integers(w: LinearWeight) -> Tensor:
+    """The whole numbers of a quantized weight in storage: u8 (four bits) or i8, [out, in]."""
+    if w.format == "int8":
+        return w.tensors["weight"]
+    if w.format == "int4":
+        return torch.stack([w.tensors["weight"] & 0xF, w.tensors["weight"] >> 4], dim=-1).view(w.out_features, -1)
+    blocks = w.tensors["blocks"]
+    if w.format == "q8_0":
+        return blocks[..., 2:].contiguous().view(torch.int8).view(w.out_features, -1)
+    packed = blocks[..., 2 if w.format == "q4_0" else 4:]
+    return torch.cat([packed & 0xF, packed >> 4], dim=-1).view(w.out_features, -1)
+
+
+def _scales(w: LinearWeight) -> tuple[Tensor, Tensor | None]:
+    """Scale and minimum [out, groups] of a quantized weight in storage, fp16 or fp32 as stored."""
+    if w.format == "int8":
+        return w.tensors["scale"][:, None], None
+    if w.format == "int4":
+        return w.tensors["scale"], w.tensors["minimum"]
+    halves = w.tensors["blocks"][..., :4 if w.format == "q4_1" else 2].contiguous().view(torch.float16)
+    return halves[..., 0], halves[..., 1] if w.format == "q4_1" else None
+
+
+def _to_rows16(w: LinearWeight) -> LinearWeight:
+    if w.is_quantized:
+        scale, minimum = _scales(w)
+        tensors = {"quants": torch.ops.motet_cpu.rows16_pack(_integers(w), _BITS_ZERO[w.format][0]),
+                   "scale": _to_tiles(scale)}
+        if minimum is not None:
+            tensors["minimum"] = _to_tiles(minimum)
+        format = w.format
+    else:
+        tensors = {"quants": torch.ops.motet_cpu.rows16_pack(w.tensors["weight"].to(torch.bfloat16), 16)}
+        format = "bf16"
+    return LinearWeight(format=format, tensors=tensors, out_features=w.out_features, in_features=w.in_features,
+                        group=w.group, layout="rows16")
+
+
+def _take_rows16(w: LinearWeight, ids: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Rows `ids` (None: all) of a weight in layout rows16, [n, in] in `dtype`."""
+    t, bits, zero = w.tensors, *_BITS_ZERO[w.format]
+    made = dtype if dtype in (torch.float32, torch.bfloat16) else torch.float32
+    rows: Tensor = torch.ops.motet_cpu.rows16_take(ids, t["quants"], t.get("scale"), t.get("minimum"), bits, zero,
+                                                   w.out_features, made)
+    return rows.to(dtype)
+
+
+# ------------------------------------------------------------------------- layouts int4pack, int8pack (no compiler: torch's ops)
+
+_TORCH_PACKED_ROWS = 8  # measured: beyond, these ops lose to a bf16 matmul even with the dequantization before it
+_PACKED_EXTRAS = ("packed", "scale_zero", "scale_bf16")
+
+
+def _to_torch_packed(w: LinearWeight) -> LinearWeight:
+    """Torch's weight-only layouts beside the storage one, which serves many rows. q8_0 has none: it becomes bf16.
+
+    Scales are rounded to bf16 here (relative error 2^-9), as those ops want it.
+    """
+    extras: dict[str, Tensor] = {}
+    layout: Layout = "plain"
+    if w.format == "int8":
+        extras, layout = {"scale_bf16": w.tensors["scale"].bfloat16()}, "int8pack"
+    elif w.format in ("q4_0", "q4_1", "int4") and w.out_features % 64 == 0:
+        scale, minimum = _scales(w)
+        zero = torch.zeros_like(scale, dtype=torch.float32) if minimum is None else minimum.float() + 8 * scale.float()
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(_integers(w).to(torch.int32), 1)
+        pairs = torch.stack([scale.float().T, zero.T], dim=-1).bfloat16().contiguous()
+        extras, layout = {"packed": packed, "scale_zero": pairs}, "int4pack"
+    if layout == "plain":
+        return from_tensor(dequantize(w, torch.bfloat16))
+    return LinearWeight(format=w.format, tensors={k: v.contiguous() for k, v in w.tensors.items()} | extras,
+                        out_features=w.out_features, in_features=w.in_features, group=w.group, layout=layout)
+
+
+def _torch_packed_linear(x: Tensor, w: LinearWeight, bias: Tensor | None) -> Tensor:
+    t = w.tensors
+    xb = x.bfloat16().contiguous()
+    if w.layout == "int4pack":
+        y = torch.ops.aten._weight_int4pack_mm_for_cpu(xb, t["packed"], w.group, t["scale_zero"])
+    else:
+        y = torch.ops.aten._weight_int8pack_mm(xb, t["weight"], t["scale_bf16"])
+    return (y if bias is None else y + bias).to(x.dtype)

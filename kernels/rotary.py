@@ -1,10 +1,10 @@
 """Rotary position embedding: frequencies of every scaling kind that transformers knows, tables, and the rotation.
 
 Letters: R rows, H query heads, K kv heads, D head dim, P rotated dims (P <= D), all positions int64.
-A rope dict is transformers' `rope_parameters` (or the older `rope_scaling`): {"rope_type": "llama3", "rope_theta": ...}.
+A rope dict is transformers' `rope_parameters` (or the older `rope_scaling`): {"rope_type": ..., "rope_theta": ...}.
 
 Two kinds change with the length of the text (dynamic, longrope). By default each position takes the frequencies of a
-text that ends there, which is what transformers does when it is fed token by token, and which makes chunked equal whole.
+text that ends there, which is what transformers does when fed token by token, and which makes chunked equal whole.
 With `context_length` every position takes the frequencies of a text of that length.
 """
 
@@ -108,7 +108,7 @@ def _yarn(
 
 
 class Rotary:
-    """Cos and sin tables of one kind of layer. Grows as positions come; holds at most `max_position` rows on CPU at first."""
+    """Cos and sin tables of one kind of layer. On a CPU they grow as positions come."""
 
     def __init__(
         self,
@@ -204,15 +204,19 @@ def apply_rotary(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotates the first P dims of q [R, H, D] and k [R, K, D]; cos, sin [R, P / 2] fp32; arithmetic in fp32.
 
-    Dims are paired (i, i + P / 2), or (2i, 2i + 1) when `interleaved`. q and k may be overwritten; use the returned ones.
+    Dims are paired (i, i + P / 2), or (2i, 2i + 1) when `interleaved`. q and k may be overwritten; use what returns.
     """
     if q.is_cpu and (ops := cpu_ops()) is not None and ops.can_rotate(q, k, cos):
         ops.rotate(q, k, cos, sin, interleaved)
         return q, k
-    return rotate_reference(q, cos, sin, interleaved=interleaved), rotate_reference(k, cos, sin, interleaved=interleaved)
+    return rotate_reference(q, cos, sin, interleaved=interleaved), rotate_reference(
+        k, cos, sin, interleaved=interleaved
+    )
 
 
-def rotate_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
+def rotate_reference(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False
+) -> torch.Tensor:
     """The definition for one tensor x [R, H, D]: a new tensor, fp32 arithmetic, rounded once."""
     half = cos.shape[-1]
     turned, rest = x[..., : 2 * half].float(), x[..., 2 * half :]

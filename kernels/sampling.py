@@ -2,7 +2,7 @@
 
 It knows rows, not requests. Letters: N rows, V vocabulary.
 
-A random row takes argmax(logit / temperature + gumbel) over the ids that its filters keep (which draws from the softmax).
+A random row takes argmax(logit / temperature + gumbel) over the ids that its filters keep: a draw from the softmax.
 The noise of an id is a pure function of (seed, position, head, id), so it depends neither on the row's place, nor on
 its batch mates, nor on speculation or preemption.
 
@@ -25,7 +25,7 @@ MASK32 = 0xFFFFFFFF
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingRows:
-    """How each of N rows is sampled; tensors live on the logits' device. The flags are host-known so that nothing syncs."""
+    """How each of N rows is sampled; tensors live on the logits' device. The flags are host-known: nothing syncs."""
 
     temperature: torch.Tensor  # [N] fp32; 0 = greedy
     top_k: torch.Tensor  # [N] int64; <= 0 = off
@@ -119,7 +119,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 def token_logprobs(
     logits: torch.Tensor, ids: torch.Tensor, k: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For ids [N] under softmax(logits [N, V]): logprob [N] fp32, rank [N] int64 (1 = best), and the k best of each row:
+    """For ids [N] under softmax(logits [N, V]): logprob [N] fp32, rank [N] int64 (1 = best), and each row's k best:
     top_ids [N, k] int64, top_logprobs [N, k] fp32, best first. k is cut to V.
     """
     logprobs = logits.float().log_softmax(-1)

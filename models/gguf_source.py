@@ -71,7 +71,7 @@ class GGUFSource:
             if aligned:
                 return weight if cut is None else slice_cols(weight, cut[1], cut[2])
         if kind.name == "BF16":
-            raw = np.ascontiguousarray(blocks).view(np.int16).reshape(*blocks.shape[:-2], -1)
+            raw = np.ascontiguousarray(blocks).view(np.int16).reshape(blocks.shape[:-1])  # blocks of one number
             tensor = torch.from_numpy(raw).view(torch.bfloat16)
         else:
             tensor = torch.from_numpy(dequantize(blocks, kind))

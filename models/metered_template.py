@@ -18,7 +18,7 @@ import json
 import operator
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, ItemsView, Iterable, KeysView, Mapping, ValuesView
 from contextvars import ContextVar
 from datetime import datetime
 from typing import Any, cast
@@ -28,7 +28,7 @@ from jinja2 import nodes, visitor
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Macro
+from jinja2.runtime import LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
@@ -38,6 +38,7 @@ _MAX_POWER_BITS = 4096
 _WORK_FACTOR = 16  # a template may trim, split and compare a text so many times before it is written
 _TICK = "__tick__"
 _SIZE = "__size__"
+_WEIGH = "__weigh__"
 _CONCAT = "__concat__"
 
 
@@ -88,6 +89,11 @@ def _fits(size: int) -> None:
         raise TemplateLimit(f"a value of {size} characters or elements")
 
 
+def _fits_within(size: int, limit: int) -> None:
+    if size > limit:
+        raise TemplateLimit(f"a value of more than {limit} characters or elements")
+
+
 def _spend(value: Any, chars: int, work: int = 0) -> Any:
     meter = _meter.get()
     if meter is not None:  # None: Jinja folds constants at compile time
@@ -100,11 +106,32 @@ def _made(value: Any) -> Any:
     return _spend(value, 0, len(value) if isinstance(value, str | list | tuple | dict) else 0)
 
 
-def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter whose every call is metered, also from inside `map` and `select`."""
+def _weigh(value: Any) -> Any:
+    """Before a value is written, compared or hashed: lists that hold one list twice, and so on, are small to keep and
+    endless to walk (`[x, x]` sixty times over), and Python walks them in one step that nobody can interrupt."""
+    if not isinstance(value, _CONTAINERS):
+        return value
+    limit, size, stack = _limit(), 0, [value]
+    while stack:
+        item = stack.pop()
+        size += len(item) + 1
+        _fits_within(size, limit)
+        for inner in item.values() if isinstance(item, dict) else item:
+            if isinstance(inner, str):
+                size += len(inner)
+            elif isinstance(inner, _CONTAINERS):
+                stack.append(inner)
+    return _spend(value, 0, size)
+
+
+def _counted(function: Callable[..., Any], *, weigh: bool) -> Callable[..., Any]:
+    """A filter or test whose every call is metered, also from inside `map` and `select`."""
 
     @functools.wraps(function)  # also copies Jinja's marks (pass_context, pass_environment)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if weigh:
+            for value in (*args, *kwargs.values()):
+                _weigh(value)
         return _made(function(*args, **kwargs))
 
     return call
@@ -146,11 +173,12 @@ def _modulo(left: Any, right: Any) -> Any:
     return operator.mod(left, right)
 
 
+_CONTAINERS = (list, tuple, dict, set, frozenset, KeysView, ValuesView, ItemsView)
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {"+": _add, "*": _multiply, "**": _power, "%": _modulo}
 
 
 def _concat(parts: Iterable[Any]) -> str:
-    texts = [str(part) for part in parts]
+    texts = [str(_weigh(part)) for part in parts]
     _fits(sum(map(len, texts)))
     return "".join(texts)
 
@@ -166,7 +194,7 @@ def _replace(text: str, old: str, new: str, count: int | None = None) -> str:
 def _join(values: Iterable[Any], separator: str = "", attribute: str | int | None = None) -> str:
     if attribute is not None:
         values = [value[attribute] for value in values]
-    texts = [str(value) for value in values]
+    texts = [str(_weigh(value)) for value in values]
     separator = str(separator)
     _fits(sum(map(len, texts)) + len(separator) * max(len(texts) - 1, 0))
     return separator.join(texts)
@@ -185,6 +213,7 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
              sort_keys: bool = False) -> str:
     """Unlike Jinja's own: no HTML escapes, the options of `json.dumps` as the models' authors expect them."""
     width = None if indent is None else min(max(int(indent), 0), _MAX_INDENT)
+    _weigh(value)
     out = []
     size = 0
     encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=width, separators=separators, sort_keys=sort_keys)
@@ -208,6 +237,9 @@ class _Namespace(Namespace):
     def __setitem__(self, name: str, value: Any) -> None:
         _check_name(name)
         Namespace.__setitem__(self, name, value)
+
+    def __repr__(self) -> str:
+        return "<namespace>"  # not its content: namespaces in namespaces have no end
 
 
 def _check_name(name: Any) -> None:
@@ -234,6 +266,9 @@ _FILTERS = frozenset(
     "lower map max min reject rejectattr replace reverse safe select selectattr sort string striptags title trim "
     "truncate unique upper wordcount".split()
 )
+_LISTS = frozenset("d default first items join last length list count map reject rejectattr reverse select selectattr safe"
+                   .split())  # these look at no element, or weigh for themselves; all other filters may walk their value
+_COMPARING_TESTS = frozenset("eq ne lt le gt ge == != < <= > >= equalto lessthan greaterthan in".split())
 # Methods of str that can blow up a value; `replace` and `join` come back guarded.
 _STR_METHODS = frozenset("center ljust rjust zfill expandtabs format format_map translate encode maketrans".split())
 
@@ -274,6 +309,9 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().getitem(obj, argument)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(__obj, Macro | LoopContext):
+            for value in (getattr(__obj, "__self__", None), *args):
+                _weigh(value)  # `list.index(x)`, `dict.get(x)`
         return _made(super().call(__context, __obj, *args, **kwargs))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
@@ -321,7 +359,7 @@ def _fixed_chars(node: nodes.Node) -> int:
 
 
 class _Values(visitor.NodeTransformer):
-    """Measures the two ways to make a value that call no filter, method or operator."""
+    """Measures what calls no filter, method or operator: `~`, slices, comparisons, keys."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
@@ -330,13 +368,30 @@ class _Values(visitor.NodeTransformer):
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:
         self.generic_visit(node)
         if not isinstance(node.arg, nodes.Slice):
+            node.arg = _weighed(node.arg)
             return node
         return _filtered(node, _SIZE, node.lineno)
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        self.generic_visit(node)
+        node.expr = _weighed(node.expr)
+        for operand in node.ops:
+            operand.expr = _weighed(operand.expr)
+        return node
+
+    def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
+        self.generic_visit(node)
+        node.key = _weighed(node.key)
+        return node
+
+
+def _weighed(node: nodes.Expr) -> nodes.Expr:
+    return node if isinstance(node, nodes.Const) else _filtered(node, _WEIGH, node.lineno)
 
 
 def _written(value: Any) -> Any:
     """Jinja's finalize hook: sees every value on its way into the output."""
-    text = value if isinstance(value, str) else str(value)
+    text = value if isinstance(value, str) else str(_weigh(value))
     return _spend(text, len(text))
 
 
@@ -345,17 +400,15 @@ def _environment() -> _Environment:
                                finalize=_written, cache_size=0)
     filters = {name: function for name, function in environment.filters.items() if name in _FILTERS}
     filters.update(replace=_replace, join=_join, indent=_indent, tojson=_to_json)
-    filters[_CONCAT] = _concat
-    filters[_SIZE] = _identity
-    environment.filters = {name: _counted(function) for name, function in filters.items()}
+    environment.filters = {name: _counted(function, weigh=name not in _LISTS) for name, function in filters.items()}
+    environment.filters[_CONCAT] = _counted(_concat, weigh=False)
+    environment.filters[_SIZE] = _made
+    environment.filters[_WEIGH] = _weigh
+    environment.tests.update({name: _counted(cast(Any, environment.tests[name]), weigh=True) for name in _COMPARING_TESTS})
     environment.filters[_TICK] = _tick
     environment.globals.pop("lipsum", None)
     environment.globals.update(namespace=_Namespace, raise_exception=_refuse, strftime_now=_now)
     return environment
-
-
-def _identity(value: Any) -> Any:
-    return value
 
 
 @jinja2.pass_context

@@ -16,7 +16,7 @@ from ..engine.frontend.events import TextAborted, TextDelta, TextDone, TextEvent
 from ..engine.frontend.text import Prepared
 from ..engine.types import SamplingParams, StepMask
 from .config import ServedModel
-from .exchange import Exchange, stopped_error
+from .exchange import DONE, KEEP_ALIVE, Exchange, stopped_error
 from .protocol import GenerationRequest, PromptTokensDetails, UsageBody
 
 # (number of the prompt, event): what became ready together, to be written together.
@@ -76,6 +76,7 @@ class Generation:
         self.model = model
         self.requests = requests
         self.prepared: list[Prepared] = []
+        self.num_open = len(requests) * requests[0].n  # answers not ended yet
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
@@ -89,6 +90,37 @@ class Generation:
             self.prepared.append(prepared)
             self.exchange.engine_ids += [child.request_id for child in prepared.children]
             self.exchange.service.max_model_lens[self.model.id] = prepared.info.max_model_len
+
+    async def stream(
+        self, render: Callable[[int, TextEvent], bytes], *, opening: bytes, closing: Callable[[], bytes]
+    ) -> None:
+        """Write the answers as an event stream: `opening` once, what `render` makes of each event, `closing`, [DONE].
+
+        What is ready together is one write; the last answer's end goes out with the end of the stream.
+        """
+        exchange = self.exchange
+
+        async def break_silence() -> None:
+            if exchange.streaming:
+                await exchange.write(KEEP_ALIVE)
+            else:
+                await exchange.start_stream()
+                await exchange.write(opening or KEEP_ALIVE)
+
+        tail = b""
+        async with contextlib.aclosing(self.batches(break_silence)) as batches:
+            async for batch in batches:
+                body = b"".join([render(prompt, event) for prompt, event in batch])
+                if not body:
+                    continue
+                if not exchange.streaming:
+                    await exchange.start_stream()
+                    body = opening + body
+                if self.num_open:
+                    await exchange.write(body)
+                else:
+                    tail += body
+        await exchange.end_stream(tail + closing() + DONE)
 
     async def batches(self, on_silence: Callable[[], Awaitable[None]] | None = None) -> AsyncGenerator[Batch, None]:
         """Events as they become ready. Raises MotetError when one answer failed; leaving early aborts all of them.
@@ -154,6 +186,7 @@ class Generation:
 
     def _count(self, done: TextDone) -> None:
         usage = done.usage
+        self.num_open -= 1
         if done.index == 0:
             self.num_prompt_tokens += usage.num_prompt_tokens
             self.num_cached_tokens += usage.num_cached_tokens

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from ..engine.errors import InvalidRequest, UnsupportedParameter
-from ..engine.frontend.events import PromptInfo, TextDelta, TextDone, TextLogprob, TextRequest
-from .exchange import DONE, KEEP_ALIVE, Exchange, new_id
+from ..engine.frontend.events import PromptInfo, TextDelta, TextDone, TextEvent, TextLogprob, TextRequest
+from .exchange import Exchange, new_id
 from .generation import Generation, sampling_params, stop_strings
 from .protocol import (
     AnswerMessage,
@@ -51,7 +51,7 @@ async def _answer(exchange: Exchange, request: ChatRequest) -> None:
     generation = Generation(exchange, model, [_text_request(request, model.id, new_id("chatcmpl"))])
     await generation.prepare()
     if request.stream:
-        await _Stream(exchange, generation, request, include_usage).run()
+        await _Stream(generation, request, include_usage).run()
     else:
         await _whole(exchange, generation, request)
 
@@ -207,8 +207,7 @@ async def _whole(exchange: Exchange, generation: Generation, request: ChatReques
 class _Stream:
     """The chunks of one streamed chat. A token's chunk is put together from bytes made once per choice."""
 
-    def __init__(self, exchange: Exchange, generation: Generation, request: ChatRequest, include_usage: bool) -> None:
-        self.exchange = exchange
+    def __init__(self, generation: Generation, request: ChatRequest, include_usage: bool) -> None:
         self.generation = generation
         self.request = request
         self.include_usage = include_usage
@@ -225,42 +224,17 @@ class _Stream:
         self.plain_tail = b'},"logprobs":null' + self.tail
 
     async def run(self) -> None:
-        exchange = self.exchange
-        async with contextlib.aclosing(self.generation.batches(self.break_silence)) as batches:
-            async for batch in batches:
-                body = b"".join([self.chunk(event) for _, event in batch])
-                if not exchange.streaming:
-                    if not body:
-                        continue
-                    body = self.roles() + body
-                    await exchange.start_stream()
-                if body:
-                    await exchange.write(body)
-        last = DONE
-        if self.include_usage:
-            last = (
-                self.frame(
-                    ChatChunk(
-                        id=self.id,
-                        created=self.created,
-                        model=self.generation.model.id,
-                        choices=[],
-                        usage=self.generation.usage(),
-                    )
-                )
-                + DONE
-            )
-        await exchange.end_stream(last)
+        await self.generation.stream(self.chunk, opening=self.roles(), closing=self.usage)
 
-    async def break_silence(self) -> None:
-        """No token yet: begin the answer all the same, so that no proxy gives up on it."""
-        if self.exchange.streaming:
-            await self.exchange.write(KEEP_ALIVE)
-        else:
-            await self.exchange.start_stream()
-            await self.exchange.write(self.roles())
+    def usage(self) -> bytes:
+        """The chunk after the last, when it was asked for."""
+        if not self.include_usage:
+            return b""
+        model = self.generation.model.id
+        usage = self.generation.usage()
+        return self.frame(ChatChunk(id=self.id, created=self.created, model=model, choices=[], usage=usage))
 
-    def chunk(self, event: object) -> bytes:
+    def chunk(self, prompt: int, event: TextEvent) -> bytes:
         """The bytes of one event; empty for what is not told."""
         if type(event) is TextDelta:
             if not event.logprobs and not self.request.return_token_ids:

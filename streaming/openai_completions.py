@@ -13,7 +13,7 @@ from msgspec import UNSET
 from ..engine.errors import InvalidRequest, UnsupportedParameter
 from ..engine.frontend.events import PromptInfo, TextDelta, TextDone, TextEvent, TextLogprob, TextRequest
 from ..engine.frontend.text import Prepared
-from .exchange import DONE, KEEP_ALIVE, Exchange, new_id
+from .exchange import Exchange, new_id
 from .generation import Generation, sampling_params, stop_strings
 from .openai_chat import check_stream_options, finite, prompt_logprobs_body
 from .protocol import (
@@ -57,7 +57,7 @@ async def _answer(exchange: Exchange, request: CompletionRequest) -> None:
     await generation.prepare()
     answer = _Answer(generation, request, answer_id, include_usage)
     if request.stream:
-        await _stream(exchange, answer)
+        await generation.stream(answer.chunk, opening=b"", closing=answer.usage)
     else:
         await _whole(exchange, answer)
 
@@ -228,6 +228,12 @@ class _Answer:
         choice.texts, choice.token_ids, choice.prompt = [], [], None
         return told
 
+    def usage(self) -> bytes:
+        """The chunk after the last, when it was asked for."""
+        if not self.include_usage:
+            return b""
+        return b"data: " + encode(self.completion([], self.generation.usage())) + b"\n\n"
+
     def completion(self, choices: list[CompletionChoice], usage: Any = UNSET) -> Completion:
         return Completion(
             id=self.id,
@@ -251,24 +257,3 @@ async def _whole(exchange: Exchange, answer: _Answer) -> None:
                     answer.echo(prompt, event)
     whole = answer.completion([answer.take(choice) for choice in answer.choices], generation.usage())
     await exchange.send_struct(whole, headers=[(b"x-motet-queue-ms", b"%d" % (generation.queue_s * 1e3))])
-
-
-async def _stream(exchange: Exchange, answer: _Answer) -> None:
-    generation = answer.generation
-
-    async def break_silence() -> None:
-        if not exchange.streaming:
-            await exchange.start_stream()
-        await exchange.write(KEEP_ALIVE)
-
-    async with contextlib.aclosing(generation.batches(break_silence)) as batches:
-        async for batch in batches:
-            body = b"".join([answer.chunk(prompt, event) for prompt, event in batch])
-            if body:
-                if not exchange.streaming:
-                    await exchange.start_stream()
-                await exchange.write(body)
-    last = DONE
-    if answer.include_usage:
-        last = b"data: " + encode(answer.completion([], generation.usage())) + b"\n\n" + DONE
-    await exchange.end_stream(last)

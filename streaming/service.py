@@ -17,6 +17,7 @@ from .admission import Admission
 from .config import DEFAULT_MODEL, ServedModel, ServerConfig
 from .exchange import Exchange
 
+_BUSY_S = 60.0  # after so long without a word an engine is not busy but down
 State = Literal["starting", "ready", "draining", "closed"]
 
 
@@ -38,6 +39,7 @@ class Service:
         self._aborts: set[asyncio.Task[None]] = set()
         self._models = {model.id: model for model in config.models}
         self._client: EngineClient | None = None
+        self._last_health: tuple[dict[str, Any] | None, float] = (None, 0.0)  # and when it was given
         self._frontend: TextFrontend | None = None
 
     def attach(self, client: EngineClient) -> None:
@@ -80,11 +82,24 @@ class Service:
         return found
 
     async def health(self) -> dict[str, Any] | None:
-        """`client.health()`, or None when the engine does not answer in time."""
-        return await self._ask("health")
+        """`client.health()`; None when the engine is down.
+
+        One that does not answer in time may be busy with a long step: its last words hold for a minute.
+        """
+        now = asyncio.get_running_loop().time()
+        try:
+            self._last_health = await self._ask("health"), now
+        except TimeoutError:
+            if now - self._last_health[1] > _BUSY_S:
+                return None
+        return self._last_health[0]
 
     async def stats(self) -> dict[str, Any] | None:
-        return await self._ask("stats")
+        """`client.stats()`, or None when the engine does not answer in time."""
+        try:
+            return await self._ask("stats")
+        except TimeoutError:
+            return None
 
     async def _ask(self, verb: Literal["health", "stats"]) -> dict[str, Any] | None:
         client = self._client
@@ -93,7 +108,7 @@ class Service:
         try:
             async with asyncio.timeout(self.config.stats_timeout_s):
                 return await (client.health() if verb == "health" else client.stats())
-        except (MotetError, OSError, TimeoutError):
+        except (MotetError, ConnectionError):
             return None
 
     def abort_in_engine(self, request_ids: Sequence[str], reason: str) -> None:

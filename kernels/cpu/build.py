@@ -1,9 +1,9 @@
 """Builds and loads the C++ kernels: `python -m motet.kernels.cpu.build`.
 
-One library for all CPUs of an architecture: the kernels are compiled once per instruction set and chosen at run time. The
-file is named after its sources, torch's version and the flags, so a stale one is never loaded. It lies in `_build/` beside
-this file, or in $MOTET_CACHE/kernels (default ~/.cache/motet/kernels) where that is not writable. Needs a C++20 compiler
-($CXX, else g++, c++ or clang++), no Python headers and no build tool.
+One library for all CPUs of an architecture: the kernels are compiled once per instruction set and chosen at run time.
+The file is named after its sources, torch's version and the flags, so a stale one is never loaded. It lies in `_build/`
+beside this file, or in $MOTET_CACHE/kernels (default ~/.cache/motet/kernels) where that is not writable. Needs a C++20
+compiler ($CXX, else g++, c++ or clang++), no Python headers and no build tool.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).resolve().parent
-SOURCES = ("ops.cpp", "table.cpp", "attend.h", "rows.h", "vector.h", "kernels.h")
+SOURCES = ("ops.cpp", "linear.cpp", "table.cpp", "attend.h", "rows.h", "vector.h", "kernels.h")
 KERNEL_FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 OPS_FLAGS = ("-O2", "-Wno-psabi", "-Wno-unknown-pragmas")
 COMMON_FLAGS = ("-std=c++20", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-g0")
@@ -106,6 +106,9 @@ def _compile(cxx: str, work: Path, target: Path, verbose: bool) -> None:
     include = [f"-isystem{package / 'include'}", f"-isystem{package / 'include/torch/csrc/api/include'}"]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
     commands = [[cxx, *COMMON_FLAGS, *OPS_FLAGS, abi, *include, "-c", str(HERE / "ops.cpp"), "-o", str(work / "ops.o")]]
+    commands.append(
+        [cxx, *COMMON_FLAGS, *KERNEL_FLAGS, abi, *include, "-c", str(HERE / "linear.cpp"), "-o", str(work / "linear.o")]
+    )
     for name, flags in instruction_sets(platform.machine()).items():
         names = (f"-DMOTET_TABLE=table_{name}", f'-DMOTET_NAME="{name}"')
         source, made = str(HERE / "table.cpp"), str(work / f"{name}.o")
@@ -146,7 +149,7 @@ def why_not() -> str:
 
 
 def main() -> int:
-    """Command line: builds, loads, says where the library lies. Exit 0 also without a compiler, since torch stands in."""
+    """Command line: builds, loads, says where the library lies. Exit 0 also without a compiler: torch stands in."""
     try:
         path = build(verbose="-v" in sys.argv)
     except RuntimeError as error:

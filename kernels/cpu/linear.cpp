@@ -485,6 +485,15 @@ at::Tensor rows16_take(const std::optional<at::Tensor>& ids, const at::Tensor& q
   return y;
 }
 
+// Whether this processor multiplies bf16 pairs itself, so that 16 bits are worth it.
+bool rows16_is_native() {
+#if defined(__x86_64__)
+  return choose_tiles() == bf16_tiles;
+#else
+  return false;
+#endif
+}
+
 // u8 (4 bits, 0..15), i8 or bf16 [out, in] -> quants [tiles, blocks, 256 | 512 | 512 bf16]
 at::Tensor rows16_pack(const at::Tensor& values, int64_t bits) {
   const auto expected = bits == 4 ? at::kByte : bits == 8 ? at::kChar : at::kBFloat16;
@@ -523,6 +532,7 @@ at::Tensor rows16_pack(const at::Tensor& values, int64_t bits) {
 TORCH_LIBRARY_FRAGMENT(motet_cpu, m) {
   m.def("rows16_linear(Tensor x, Tensor quants, Tensor? scale, Tensor? minimum, Tensor? bias, int bits, int zero, int out) -> Tensor");
   m.def("rows16_take(Tensor? ids, Tensor quants, Tensor? scale, Tensor? minimum, int bits, int zero, int out, ScalarType dtype) -> Tensor");
+  m.def("rows16_is_native() -> bool", rows16_is_native);
   m.def("rows16_pack(Tensor values, int bits) -> Tensor");
 }
 

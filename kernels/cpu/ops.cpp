@@ -10,7 +10,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <cstdlib>
+#include <cstring>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -25,21 +25,25 @@ using motet::AttentionPart;
 using motet::kChunk;
 using motet::Type;
 
-const motet::Table& choose_table() {
+// The tables that this CPU can run, least first.
+std::vector<const motet::Table*> usable_tables() {
+  std::vector<const motet::Table*> usable = {motet::table_plain()};
 #if defined(__x86_64__)
-  const char* limit = std::getenv("MOTET_CPU_ISA");  // plain | avx2 | avx512 | avx512bf16: for tests; never above what the CPU has
-  const std::string cap = limit ? limit : "avx512bf16";
-  bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (cap == "avx512bf16" && avx512 && __builtin_cpu_supports("avx512bf16")) return *motet::table_avx512bf16();
-  if ((cap == "avx512bf16" || cap == "avx512") && avx512) return *motet::table_avx512();
-  if (cap != "plain" && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return *motet::table_avx2();
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+    usable.push_back(motet::table_avx2());
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+      usable.push_back(motet::table_avx512());
+      if (__builtin_cpu_supports("avx512bf16")) usable.push_back(motet::table_avx512bf16());
+    }
+  }
 #endif
-  return *motet::table_plain();
+  return usable;
 }
-const motet::Table& table() {
-  static const motet::Table& chosen = choose_table();
+const motet::Table*& chosen_table() {
+  static const motet::Table* chosen = usable_tables().back();
   return chosen;
 }
+const motet::Table& table() { return *chosen_table(); }
 
 Type type_of(const Tensor& x) {
   if (x.scalar_type() == at::kFloat) return Type::fp32;
@@ -445,6 +449,16 @@ Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top
 
 std::string instruction_set() { return table().name; }
 
+// For tests: takes another table. False where this CPU has none of that name.
+bool use_instruction_set(const std::string& name) {
+  for (const motet::Table* usable : usable_tables())
+    if (name == usable->name) {
+      chosen_table() = usable;
+      return true;
+    }
+  return false;
+}
+
 }  // namespace
 
 TORCH_LIBRARY(motet_cpu, m) {
@@ -458,6 +472,7 @@ TORCH_LIBRARY(motet_cpu, m) {
   m.def("argmax(Tensor logits) -> Tensor");
   m.def("sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, Tensor position, int head) -> Tensor");
   m.def("instruction_set() -> str", &instruction_set);
+  m.def("use_instruction_set(str name) -> bool", [](std::string name) { return use_instruction_set(name); });
 }
 
 TORCH_LIBRARY_IMPL(motet_cpu, CPU, m) {

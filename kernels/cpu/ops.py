@@ -1,6 +1,7 @@
-"""Python side of torch.ops.motet_cpu: which tensors the C++ kernels take, and the calls. Import only after `build.load()`.
+"""Python side of torch.ops.motet_cpu: which tensors the C++ kernels take, and the calls. Import after `build.load()`.
 
-The doors in kernels/ ask `can_*` and else run plain torch; these checks run at every layer of every step, so they are few.
+The doors in kernels/ ask `can_*` and else run plain torch; these checks run at every layer of every step, so they are
+few.
 """
 
 from __future__ import annotations
@@ -22,8 +23,13 @@ sample = _ops.sample.default
 
 
 def instruction_set() -> str:
-    """Which table of kernels this CPU got: plain, avx2 or avx512."""
+    """Which table of kernels is in use: plain, avx2, avx512 or avx512bf16."""
     return str(_ops.instruction_set())
+
+
+def use_instruction_set(name: str) -> bool:
+    """For tests: takes another table from now on; False where this CPU cannot run it."""
+    return bool(_ops.use_instruction_set(name))
 
 
 def can_store(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor) -> bool:

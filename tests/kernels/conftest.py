@@ -1,4 +1,4 @@
-"""Every kernel test runs on each backend that this machine has: plain torch, and the C++ ops where they can be built."""
+"""Kernel tests run on each backend that this machine has: plain torch, and the C++ ops where they can be built."""
 
 from __future__ import annotations
 

@@ -161,12 +161,22 @@ BOMBS = {
     "doubling nest": "{% set n = namespace(s=[1]) %}{% for i in range(60) %}{% set n.s = [n.s, n.s] %}{% endfor %}{{ n.s }}",
     "nested json": "{% set n = namespace(s=[1]) %}{% for i in range(60) %}{% set n.s = [n.s, n.s] %}{% endfor %}"
                    "{{ n.s | tojson }}",
+    "nested comparison": "{% set n = namespace(s=[1], t=[1]) %}{% for i in range(60) %}{% set n.s = [n.s, n.s] %}"
+                         "{% set n.t = [n.t, n.t] %}{% endfor %}{{ n.s == n.t }}",
+    "nested membership": "{% set n = namespace(s=[1], t=[1]) %}{% for i in range(60) %}{% set n.s = [n.s, n.s] %}"
+                         "{% set n.t = [n.t, n.t] %}{% endfor %}{{ [n.s] | select('eq', n.t) | list }}",
+    "nested key": "{% set n = namespace(s=(1,)) %}{% for i in range(60) %}{% set n.s = (n.s, n.s) %}{% endfor %}"
+                  "{{ {n.s: 1} }}",
+    "nested index": "{% set n = namespace(s=(1,)) %}{% for i in range(60) %}{% set n.s = (n.s, n.s) %}{% endfor %}"
+                    "{{ {}[n.s] }}{{ {}.get(n.s) }}",
+    "nested namespace": "{% set n = namespace(s=1) %}{% for i in range(60) %}{% set m = namespace(a=n.s, b=n.s) %}"
+                        "{% set n.s = [m, m] %}{% endfor %}{% for i in range(99999) %}{{ n.s }}{% endfor %}",
     "replace": "{% set n = namespace(s='x') %}{% for i in range(60) %}{% set n.s = n.s | replace('x', 'xx') %}{% endfor %}",
     "replace method": "{% set s = 'x' * 100000 %}{{ s.replace('x', s) }}",
     "replace item": "{% set s = 'x' * 100000 %}{{ s['replace']('x', s) }}",
     "join": "{{ (['x' * 100000] * 99999) | join('x' * 100000) }}",
     "join method": "{{ ('x' * 1000000).join(['x'] * 99999) }}",
-    "repeat": "{{ 'x' * 10**10 }}", "list repeat": "{{ [0] * 10**10 }}", "power": "{{ 9**9**9**9 }}",
+    "repeat": "{{ 'x' * 10**10 }}", "list repeat": "{{ [0] * 10**10 }}", "power": "{{ 9**9**9**9**9**9 }}",
     "percent": "{{ '%1000000000d' % 1 }}", "format": "{{ '{:1000000000}'.format(1) }}",
     "center": "{{ 'x'.center(10**9) }}", "center filter": "{{ 'x' | center(10**9) }}",
     "lipsum": "{{ lipsum(n=10**9) }}", "round": "{{ 1.5 | round(10**9, 'ceil') }}", "range": "{{ range(10**9) | list }}",

@@ -33,9 +33,18 @@ def ours() -> CausalModel:
 
 @functools.cache
 def peer() -> Any:
-    from transformers import AutoModelForCausalLM
+    """The model of `transformers` with weights as its own GGUF reader dequantizes them."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    return AutoModelForCausalLM.from_pretrained(PATH.parent, gguf_file=PATH.name, dtype=torch.float32).eval()
+    config = LlamaConfig(**load_gguf_checkpoint(str(PATH))["config"])
+    with torch.device("meta"):
+        skeleton = LlamaForCausalLM(config)
+    tensors = load_gguf_checkpoint(str(PATH), return_tensors=True, model_to_load=skeleton)["tensors"]
+    model = LlamaForCausalLM(config)
+    assert model.load_state_dict(tensors, strict=False).unexpected_keys == []
+    model.tie_weights()
+    return model.eval()
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from motet.engine.errors import ErrorInfo, MotetError, Overloaded
+from motet.engine.errors import EngineDead, ErrorInfo, MotetError
 from motet.engine.types import (
     Aborted,
     AnyEvent,
@@ -117,6 +117,7 @@ class FakeEngine:
         self.submit_error: MotetError | None = None
         self.refuse_first: int | None = None  # how many requests get `submit_error`; None: all
         self.alive = True
+        self.answer_s = 0.0  # how long stats and health take
         self.live: dict[str, Request] = {}
         self.ended: dict[str, str] = {}  # id -> "stop", "length", "abort: reason", "failed"
         self.requests: list[Request] = []
@@ -206,10 +207,11 @@ class FakeEngine:
 
     async def load(self, model: str) -> ModelInfo:
         if not self.alive:
-            raise Overloaded("unreachable") if model == "never" else MotetError("engine down", code="engine_dead")
+            raise EngineDead("the engine is not running")
         return self.info
 
     async def stats(self) -> dict[str, Any]:
+        await asyncio.sleep(self.answer_s)
         return {
             "models": {
                 MODEL: {
@@ -228,6 +230,7 @@ class FakeEngine:
         }
 
     async def health(self) -> dict[str, Any]:
+        await asyncio.sleep(self.answer_s)
         return {"alive": self.alive, "ready": self.alive, "models": {MODEL: "loaded"}, "restarts": 0}
 
     async def drain(self, timeout_s: float) -> None:

@@ -391,8 +391,19 @@ def test_probes_when_the_engine_is_down(server: Running) -> None:
     reply = get(server.port, "/readyz")
     assert reply.status == 503 and json.loads(reply.body)["status"] == "engine_down" and "retry-after" in reply.headers
     assert get(server.port, "/metrics").status == 200 and get(server.port, "/v1/models").status == 200
-    assert post(server.port, CHATS, CHAT).status == 500
+    assert post(server.port, CHATS, CHAT).status == 503
     server.engine.alive = True
+
+
+def test_a_busy_engine_is_not_down(start_server: Callable[..., Running]) -> None:
+    """A probe that meets a long step gets the last known state, in time."""
+    server = start_server(stats_timeout_s=0.1)
+    assert get(server.port, "/readyz").status == 200
+    server.engine.answer_s = 5.0
+    started = time.monotonic()
+    assert get(server.port, "/readyz").status == 200 and get(server.port, "/metrics").status == 200
+    assert time.monotonic() - started < 2
+    assert "motet_engine_up 0.0" in get(server.port, "/metrics").body.decode()
 
 
 def test_a_stranger_does_not_disturb_a_stream(server: Running) -> None:
