@@ -266,7 +266,9 @@ class InlineClient(HostClient):
     def __init__(self, config: HostConfig, *, build: BuildEngine | None = None) -> None:
         super().__init__()
         if build is None:
-            from .load import build_engine as build
+            from .load import build_engine  # imports torch
+
+            build = build_engine
         self._host = EngineHost(config, build=build)
         self._peer = _LoopPeer(self)
         self._host.start()

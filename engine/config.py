@@ -18,7 +18,9 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 class EngineConfig:
     """One LLM engine. Zero and "auto" mean: chosen from model and machine at load."""
 
-    dtype: Dtype = "auto"  # of activations and KV cache; auto: bfloat16 where the CPU or GPU multiplies it, else float32
+    dtype: Dtype = (
+        "auto"  # of activations and KV cache; auto: bfloat16 where the CPU or GPU multiplies it, else float32
+    )
     weights: Literal["auto", "keep", "dequantize"] = "auto"  # quantized checkpoints: keep them so in memory, or not
     quantize: Literal["", "int8", "int4"] = ""  # weight-only quantization of float checkpoints at load
     device: str = "auto"  # "cpu", "cuda", "cuda:1"; auto: cuda where there is one

@@ -36,8 +36,9 @@ class MotetError(Exception):
 
     code = "internal_error"
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None,
-                 retry_after_s: float | None = None) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: float | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
@@ -45,8 +46,13 @@ class MotetError(Exception):
         self.retry_after_s = retry_after_s
 
     def info(self) -> ErrorInfo:
-        return ErrorInfo(kind=type(self).__name__, message=self.message, code=self.code, param=self.param,
-                         retry_after_s=self.retry_after_s)
+        return ErrorInfo(
+            kind=type(self).__name__,
+            message=self.message,
+            code=self.code,
+            param=self.param,
+            retry_after_s=self.retry_after_s,
+        )
 
 
 class InvalidRequest(MotetError, ValueError):
@@ -91,8 +97,18 @@ class InternalError(MotetError):
 
 _KINDS: dict[str, type[MotetError]] = {
     cls.__name__: cls
-    for cls in (InvalidRequest, ContextLengthExceeded, UnsupportedParameter, DuplicateRequest, ModelNotFound,
-                ModelLoadError, Overloaded, Unavailable, EngineDead, InternalError)
+    for cls in (
+        InvalidRequest,
+        ContextLengthExceeded,
+        UnsupportedParameter,
+        DuplicateRequest,
+        ModelNotFound,
+        ModelLoadError,
+        Overloaded,
+        Unavailable,
+        EngineDead,
+        InternalError,
+    )
 }
 
 

@@ -52,9 +52,7 @@ BuildEngine = Callable[[str, HostConfig, Callable[[str], None]], Engine]
 class EngineHost:
     """Owns the engines and the loop. `build` loads a model: (name, config, report_phase) -> Engine."""
 
-    def __init__(
-        self, config: HostConfig, *, build: BuildEngine, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, config: HostConfig, *, build: BuildEngine, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
         self._build = build
         self._clock = clock

@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 from collections import deque
+from typing import BinaryIO, cast
 
 import msgspec
 
@@ -72,7 +73,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent drains first, then closes the socket
     sock = socket.socket(fileno=int(sys.argv[1]))
-    stream = sock.makefile("rb", buffering=1 << 16)
+    stream = cast(BinaryIO, sock.makefile("rb", buffering=1 << 16))
     first = read_frame(stream)
     if first is None:
         return

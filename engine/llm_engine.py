@@ -110,7 +110,12 @@ class LLMEngine:
         self.scheduler.add(seq)
 
     def append(
-        self, request_id: str, token_ids: list[int], *, embeddings: list[EmbeddingSpan] | None = None, last: bool = False
+        self,
+        request_id: str,
+        token_ids: list[int],
+        *,
+        embeddings: list[EmbeddingSpan] | None = None,
+        last: bool = False,
     ) -> None:
         """More input for an open request. Raises InvalidRequest when it is not open, or no longer fits."""
         seq = self._sequences.get(request_id)
@@ -183,9 +188,7 @@ class LLMEngine:
 
     def next_timer(self) -> float | None:
         """When `step` should be called even without work: a lease or an input timeout ends."""
-        waiting = [
-            seq.input_since + self._input_timeout_s for seq in self._sequences.values() if seq.input_open
-        ]
+        waiting = [seq.input_since + self._input_timeout_s for seq in self._sequences.values() if seq.input_open]
         lease = self.scheduler.next_lease_end()
         return min([*waiting, *([lease] if lease is not None else [])], default=None)
 

@@ -209,9 +209,7 @@ def load_runner(
         depth=_depth(config, on_cpu),
         notes=tuple(check_config(config)),
     )
-    return LoadedRunner(
-        runner=runner, model=model, groups=groups, resolved=resolved, eos_ids=eos_ids, source=str(path)
-    )
+    return LoadedRunner(runner=runner, model=model, groups=groups, resolved=resolved, eos_ids=eos_ids, source=str(path))
 
 
 def pick_device(name: str, rank: int) -> torch.device:
@@ -291,7 +289,5 @@ def _warm_up(executor: Executor, vocab_size: int, resolved: Resolved, block_size
     executor.launch(
         StepPlan(step=-1, new=[sequence], steps=[SequenceStep(slot=0, start=0, num_tokens=count, sample=True)])
     ).result()
-    executor.launch(
-        StepPlan(step=-1, steps=[SequenceStep(slot=0, start=count, num_tokens=1, sample=True)])
-    ).result()
+    executor.launch(StepPlan(step=-1, steps=[SequenceStep(slot=0, start=count, num_tokens=1, sample=True)])).result()
     executor.launch(StepPlan(step=-1, release=[0])).result()

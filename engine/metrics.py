@@ -144,6 +144,19 @@ class VllmAliases(Collector):
                     yield _renamed(metric, alias)
 
 
+class _Rendered(CollectorRegistry):
+    """A registry without the `_created` samples, which would double the text and which no dashboard reads."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__()
+        self._inner = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._inner.collect():
+            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+            yield metric
+
+
 def _renamed(metric: Metric, name: str) -> Metric:
     other = Metric(name, metric.documentation, metric.type)
     for sample in metric.samples:
@@ -304,4 +317,4 @@ class Metrics:
 
     def render(self) -> bytes:
         """The text exposition format, for GET /metrics (CONTENT_TYPE)."""
-        return generate_latest(self.registry)
+        return generate_latest(_Rendered(self.registry))

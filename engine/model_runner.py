@@ -335,7 +335,5 @@ class ModelRunner:
 
 def _logprobs(logits: torch.Tensor, ids: torch.Tensor, top: int) -> list[TokenLogprob]:
     logprob, rank, top_ids, top_logprobs = token_logprobs(logits, ids, top)
-    columns = zip(
-        ids.tolist(), logprob.tolist(), rank.tolist(), top_ids.tolist(), top_logprobs.tolist(), strict=True
-    )
+    columns = zip(ids.tolist(), logprob.tolist(), rank.tolist(), top_ids.tolist(), top_logprobs.tolist(), strict=True)
     return [TokenLogprob(*cast(tuple[int, float, int, list[int], list[float]], column)) for column in columns]

@@ -20,7 +20,7 @@ import msgspec
 from .client import HostClient
 from .config import HostConfig
 from .errors import EngineDead, Unavailable
-from .frames import Events, FrameReader, FromHost, Progress, Reply, ToHost, from_host_decoder, pack
+from .frames import Call, Events, FrameReader, FromHost, Progress, Reply, ToHost, from_host_decoder, pack
 from .types import ModelInfo
 
 _RESTART_DELAYS_S = (0.0, 0.5, 2.0, 5.0, 10.0)
@@ -43,9 +43,7 @@ class ProcessClient(HostClient):
         self._num_quick_deaths = 0
 
     @classmethod
-    async def start(
-        cls, config: HostConfig, *, environment: Mapping[str, str] | None = None
-    ) -> ProcessClient:
+    async def start(cls, config: HostConfig, *, environment: Mapping[str, str] | None = None) -> ProcessClient:
         """Start the child and return once it listens (models load at first use, or at once with `preload`)."""
         client = cls(config, environment=environment)
         await client._spawn()
@@ -127,7 +125,7 @@ class ProcessClient(HostClient):
         self._up.set()
         for model in self._loaded:
             self._num_calls += 1  # nobody waits for the answer
-            self._post(_load_call(self._num_calls, model))
+            self._post(Call(self._num_calls, "load", {"model": model}))
 
     def _hear(self, message: FromHost) -> None:
         match message:
@@ -164,12 +162,6 @@ class ProcessClient(HostClient):
                 return
             except EngineDead:
                 self._num_quick_deaths += 1
-
-
-def _load_call(call_id: int, model: str) -> ToHost:
-    from .frames import Call
-
-    return Call(call_id, "load", {"model": model})
 
 
 class _Wire(asyncio.Protocol):

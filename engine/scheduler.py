@@ -246,7 +246,9 @@ class Scheduler:
     ) -> _Launched:
         start = seq.num_computed
         samples = seq.wants_sample and start + count == seq.num_tokens
-        step = SequenceStep(slot=seq.slot, start=start, num_tokens=count, sample=samples, drafts=drafts, parents=parents)
+        step = SequenceStep(
+            slot=seq.slot, start=start, num_tokens=count, sample=samples, drafts=drafts, parents=parents
+        )
         if any(new_blocks):
             step.new_blocks = new_blocks
         if seq.unsent_ids:
@@ -409,7 +411,8 @@ class Scheduler:
             self.finish(seq)
             return Output(
                 sequence=seq,
-                error=error or ErrorInfo(kind="InternalError", message="no result for this step", code="internal_error"),
+                error=error
+                or ErrorInfo(kind="InternalError", message="no result for this step", code="internal_error"),
             )
         valid = launched.start + launched.num_tokens
         if launched.samples:
@@ -433,7 +436,9 @@ class Scheduler:
         if output is not None and output.finish_reason is not None:
             self.finish(seq)
         elif output is None and self._is_computed(seq, launched):
-            output = Output(sequence=seq, pooled=result.pooled, finish_reason="length" if result.pooled is None else "stop")
+            output = Output(
+                sequence=seq, pooled=result.pooled, finish_reason="length" if result.pooled is None else "stop"
+            )
             self.finish(seq)
         return output
 
@@ -468,4 +473,3 @@ class Scheduler:
 
 def _key(seq: Sequence) -> tuple[int, int]:
     return seq.sort_key
-

@@ -1,9 +1,9 @@
 """A sequence: what the scheduler knows of one request while it lives. No tensors, no clocks.
 
-    WAITING ─────────────► RUNNING ─────────► FINISHED
-       ▲                   │     ▲ ▲
-       │                   │     │ └── append ── WAITING_FOR_INPUT (open requests that ran out of input)
-       └──── PREEMPTED ◄───┘     └─────────────────────────────┘
+WAITING ─────────────► RUNNING ─────────► FINISHED
+   ▲                   │     ▲ ▲
+   │                   │     │ └── append ── WAITING_FOR_INPUT (open requests that ran out of input)
+   └──── PREEMPTED ◄───┘     └─────────────────────────────┘
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Linear layers over weights in many formats: the weight (`LinearWeight`) is apart from the layer that uses it.
 
-A weight lives in one of two states. *Storage* (layout "plain") is what a file holds and what can be sliced for a `Shard` and
-concatenated for fused projections. `prepare` turns it, once, into what the compute dtype and the device run best; a
-prepared weight can only be used (`linear`, `embedding`, `dequantize`).
+A weight lives in one of two states. *Storage* (layout "plain") is what a file holds and what can be sliced for a
+`Shard` and concatenated for fused projections. `prepare` turns it, once, into what the compute dtype and the device run
+best; a prepared weight can only be used (`linear`, `embedding`, `dequantize`).
 
     format        storage tensors                                                        value of weight [o, i]
     fp32 bf16 fp16  weight [out, in]                                                     weight[o, i]
@@ -83,7 +83,8 @@ def from_blocks(format: Format, blocks: Tensor) -> LinearWeight:
     """Wrap GGUF blocks, uint8 [out, in/32, block bytes]; shares memory."""
     expected = BLOCK_BYTES.get(format)
     if expected is None or blocks.dim() != 3 or blocks.dtype != torch.uint8 or blocks.shape[2] != expected:
-        raise ValueError(f"expected uint8 [out, in/32, {expected}] for {format}, got {blocks.dtype} {list(blocks.shape)}")
+        raise ValueError(f"expected uint8 [out, in/32, {expected}] for {format}, "
+                         f"got {blocks.dtype} {list(blocks.shape)}")
     return LinearWeight(format=format, tensors={"blocks": blocks}, out_features=blocks.shape[0],
                         in_features=blocks.shape[1] * BLOCK, group=BLOCK)
 
@@ -108,7 +109,8 @@ def quantize_int4(weight: Tensor, group: int = 32) -> LinearWeight:
     halves = torch.stack([scale, low]).half()
     if bool(halves.isfinite().all()) and float(halves[0].min()) >= 2.0**-14:  # fp16 holds them without losing digits
         scale, low = halves[0], halves[1]
-    q = ((w - low[..., None].float()) / scale[..., None].float()).round_().clamp_(0, 15).to(torch.uint8).view(out_features, -1)
+    steps = (w - low[..., None].float()) / scale[..., None].float()
+    q = steps.round_().clamp_(0, 15).to(torch.uint8).view(out_features, -1)
     packed = q[:, 0::2] | (q[:, 1::2] << 4)
     return LinearWeight(format="int4", tensors={"weight": packed, "scale": scale, "minimum": low.contiguous()},
                         out_features=out_features, in_features=in_features, group=group)
@@ -143,7 +145,8 @@ def slice_cols(w: LinearWeight, lo: int, hi: int) -> LinearWeight:
         else:
             per = w.in_features // t.shape[1]  # columns behind one entry of dim 1: 1, 2 (nibbles) or the group
             tensors[name] = t[:, lo // per:hi // per]
-    return LinearWeight(format=w.format, tensors=tensors, out_features=w.out_features, in_features=hi - lo, group=w.group)
+    return LinearWeight(format=w.format, tensors=tensors, out_features=w.out_features, in_features=hi - lo,
+                        group=w.group)
 
 
 def take_rows(w: LinearWeight, order: Tensor) -> LinearWeight:
@@ -203,7 +206,7 @@ def _dequantize_plain(w: LinearWeight) -> Tensor:
 
 
 def dequantize(w: LinearWeight, dtype: torch.dtype) -> Tensor:
-    """[out, in] in `dtype`, whatever the format and layout. Not a view of a quantized weight; may be one of a float one."""
+    """[out, in] in `dtype`, whatever the format and layout. A view where a float weight already has the dtype."""
     if w.layout == "rows16":
         return _take_rows16(w, None, dtype)
     if not w.is_quantized:
@@ -217,8 +220,8 @@ def dequantize(w: LinearWeight, dtype: torch.dtype) -> Tensor:
 def prepare(w: LinearWeight, dtype: torch.dtype, device: torch.device | str = "cpu") -> LinearWeight:
     """The weight as `linear` runs it best for activations of `dtype` on `device`. Once, at load.
 
-    bf16 on a CPU keeps quantized weights quantized; every other case dequantizes to `dtype` (fp32 then computes with the
-    exact values of the file).
+    bf16 on a CPU keeps quantized weights quantized; every other case dequantizes to `dtype` (fp32 then computes with
+    the exact values of the file).
     """
     _need_plain(w)
     if dtype == torch.bfloat16 and torch.device(device).type == "cpu":
@@ -240,8 +243,8 @@ def linear(x: Tensor, w: LinearWeight, bias: Tensor | None = None) -> Tensor:
     if layout == "rows16" and x.dtype is torch.bfloat16:
         if x.shape[0] < _many_rows(w.format):
             t, bits, zero = w.tensors, *_BITS_ZERO[w.format]
-            y: Tensor = torch.ops.motet_cpu.rows16_linear(x, t["quants"], t.get("scale"), t.get("minimum"), bias, bits, zero,
-                                                          w.out_features)
+            multiply = torch.ops.motet_cpu.rows16_linear.default
+            y: Tensor = multiply(x, t["quants"], t.get("scale"), t.get("minimum"), bias, bits, zero, w.out_features)
             return y
     elif layout in ("int4pack", "int8pack") and x.shape[0] <= _TORCH_PACKED_ROWS:
         return _torch_packed_linear(x, w, bias)
@@ -265,14 +268,15 @@ def embedding(ids: Tensor, w: LinearWeight, dtype: torch.dtype) -> Tensor:
     return dequantize(take_rows(plain, ids), dtype)
 
 
-# ------------------------------------------------------------------------------------- layout rows16 (kernels/cpu/linear.cpp)
+# ------------------------------------------------------------------------------- layout rows16 (kernels/cpu/linear.cpp)
 
 _BITS_ZERO: dict[str, tuple[int, int]] = {
     "q4_0": (4, 8), "q4_1": (4, 0), "int4": (4, 0), "q8_0": (8, 0), "int8": (8, 0), "bf16": (16, 0),
     "fp32": (16, 0), "fp16": (16, 0),
 }
-# From so many rows on, unpacking to bf16 for torch's matmul is faster. Measured on an EPYC 9005 (AVX-512 BF16, no AMX), one
-# thread, [3072, 576]: rows16 / unpack + matmul in us: 4 bits 77 / 240 at 8 rows, 646 / 620 at 64, 2504 / 1930 at 256.
+# From so many rows on, unpacking to bf16 for torch's matmul is faster. Measured on an EPYC 9005 (AVX-512 BF16, no AMX),
+# one thread, [3072, 576], 4 bits: rows16 / unpack + matmul takes 77 / 240 us at 8 rows, 646 / 620 at 64, 2504 / 1930
+# at 256.
 # With AMX torch's matmul is several times faster and the limit accordingly lower (estimated, not yet measured).
 _MANY_ROWS = {4: 64, 8: 96, 16: 192}
 _MANY_ROWS_AMX = {4: 24, 8: 24, 16: 24}
@@ -351,7 +355,7 @@ def _take_rows16(w: LinearWeight, ids: Tensor | None, dtype: torch.dtype) -> Ten
     return rows.to(dtype)
 
 
-# ------------------------------------------------------------------------- layouts int4pack, int8pack (no compiler: torch's ops)
+# ---------------------------------------------------------------- layouts int4pack, int8pack (no compiler: torch's ops)
 
 _TORCH_PACKED_ROWS = 8  # measured: beyond, these ops lose to a bf16 matmul even with the dequantization before it
 _PACKED_EXTRAS = ("packed", "scale_zero", "scale_bf16")
@@ -385,4 +389,5 @@ def _torch_packed_linear(x: Tensor, w: LinearWeight, bias: Tensor | None) -> Ten
         y = torch.ops.aten._weight_int4pack_mm_for_cpu(xb, t["packed"], w.group, t["scale_zero"])
     else:
         y = torch.ops.aten._weight_int8pack_mm(xb, t["weight"], t["scale_bf16"])
-    return (y if bias is None else y + bias).to(x.dtype)
+    out: Tensor = (y if bias is None else y + bias).to(x.dtype)
+    return out

@@ -1,8 +1,8 @@
 """The GGUF container: read from an mmap with numpy alone, bounded by the file's own size, and its block formats undone.
 
-Knows bytes: header, metadata, tensor table, block types. Does not know models (models/gguf_families.py) and never imports
-torch, so that the server process may read a tokenizer out of a GGUF. Every length found in the file is compared with the
-bytes that remain before anything is allocated; a damaged file gives `ModelLoadError` with the file's base name.
+Knows bytes: header, metadata, tensor table, block types. Does not know models (models/gguf_families.py) and never
+imports torch, so that the server process may read a tokenizer out of a GGUF. Every length found in the file is compared
+with the bytes that remain before anything is allocated; a damaged file gives `ModelLoadError` with its base name.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ class GGUFFile:
 
     def _need(self, num_bytes: int, what: str) -> None:
         if num_bytes > self._size - self._at:
-            raise self._bad(f"{what} wants {num_bytes} bytes at byte {self._at}, the file has {self._size - self._at} left")
+            left = self._size - self._at
+            raise self._bad(f"{what} wants {num_bytes} bytes at byte {self._at}, the file has {left} left")
 
     def _bytes(self, limit: int, what: str) -> bytes:
         length = self._number("Q")
@@ -188,8 +189,8 @@ class GGUFFile:
             count *= extent
         num_bytes = count // block.size * block.num_bytes
         if offset % alignment or offset + num_bytes > self._size:
-            raise self._bad(f"tensor {label!r} lies at bytes {offset} to {offset + num_bytes}, the file has {self._size}: "
-                            "truncated or damaged")
+            raise self._bad(f"truncated or damaged: tensor {label!r} lies at bytes {offset} to {offset + num_bytes} "
+                            f"of a file of {self._size}")
         self.tensors[name] = TensorInfo(name, block, shape, offset, num_bytes)
 
     # --------------------------------------------------------------------------------------------------------- tensors
@@ -206,7 +207,7 @@ class GGUFFile:
         return dequantize(self.blocks(name), info.type)
 
 
-# --------------------------------------------------------------------------------------------------------- block formats
+# -------------------------------------------------------------------------------------------------------- block formats
 
 
 def _fp16(blocks: NDArray[np.uint8], at: int) -> NDArray[np.float32]:

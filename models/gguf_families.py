@@ -1,7 +1,7 @@
 """What GGUF calls things, in Hugging Face words: a table of families, their configs and their parameter names.
 
-A family is one value of `general.architecture`. Llama's files keep q and k rows in another rotary order (`permuted`), Gemma's
-keep norms with 1 added (`norm_plus_one`); models/gguf_source.py undoes both. Knows no bytes and never imports torch.
+A family is one value of `general.architecture`. Llama's files keep q and k rows in another rotary order (`permuted`),
+Gemma's keep norms with 1 added (`norm_plus_one`); models/gguf_source.py undoes both. Knows no bytes, imports no torch.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def family_of(file: GGUFFile) -> Family:
     return family
 
 
-# ----------------------------------------------------------------------------------------------------------------- names
+# ---------------------------------------------------------------------------------------------------------------- names
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def _translate_expert(tensor: str, file: GGUFFile, layer: str, word: str, expert
     return []
 
 
-# ---------------------------------------------------------------------------------------------------------------- config
+# --------------------------------------------------------------------------------------------------------------- config
 
 
 class _Fields:
@@ -152,7 +152,8 @@ class _Fields:
         return self.file.metadata.get(f"{self.prefix}.{key}")
 
     def _bad(self, key: str, value: object) -> ModelLoadError:
-        return ModelLoadError(f"{self.file.path.name}: {self.prefix}.{key} is {str(value)[:60]!r}, expected a number > 0")
+        return ModelLoadError(f"{self.file.path.name}: {self.prefix}.{key} is {str(value)[:60]!r}, "
+                              "expected a number > 0")
 
     def integer(self, key: str, default: int | None = None) -> int:
         value = self._get(key)
@@ -185,9 +186,10 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     hidden, heads = f.integer("embedding_length"), f.integer("attention.head_count")
     head_dim = f.integer("attention.key_length", f.integer("rope.dimension_count", hidden // heads)
                          if family.permuted else hidden // heads)
-    if f.has("attention.value_length") and f.integer("attention.value_length") != head_dim:
-        raise ModelLoadError(f"{file.path.name}: keys of {head_dim} and values of {f.integer('attention.value_length')} "
-                             "dimensions are not supported")
+    value_dim = f.integer("attention.value_length", head_dim)
+    if value_dim != head_dim:
+        raise ModelLoadError(f"{file.path.name}: keys of {head_dim} and values of {value_dim} dimensions "
+                             "are not supported")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelLoadError(f"{file.path.name}: no token_embd.weight")
@@ -211,9 +213,11 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     _add_special_ids(config, file)
     if family.model_type in ("mistral", "mixtral"):
-        config["sliding_window"] = f.integer("attention.sliding_window") if f.has("attention.sliding_window") else None
+        has_window = f.has("attention.sliding_window")
+        config["sliding_window"] = f.integer("attention.sliding_window") if has_window else None
     if family.model_type == "mixtral":
-        config |= {"num_local_experts": f.integer("expert_count"), "num_experts_per_tok": f.integer("expert_used_count")}
+        config["num_local_experts"] = f.integer("expert_count")
+        config["num_experts_per_tok"] = f.integer("expert_used_count")
     if family.model_type == "phi3":
         _add_phi3(config, f)
     if family.model_type in ("gemma2", "gemma3_text"):
@@ -247,10 +251,8 @@ def _add_gemma(config: dict[str, Any], f: _Fields) -> None:
     widest = {"gemma2": 46, "gemma3_text": 62}[config["model_type"]]
     per_head = config["hidden_size"] // config["num_attention_heads"]
     config["query_pre_attn_scalar"] = per_head if layers == widest else config["head_dim"]
-    for key, name in (("attn_logit_softcapping", "attn_logit_softcapping"),
-                      ("final_logit_softcapping", "final_logit_softcapping")):
-        default = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}[name]
-        config[name] = f.real(key, default) if config["model_type"] == "gemma2" or f.has(key) else None
+    for key, default in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)):
+        config[key] = f.real(key, default) if config["model_type"] == "gemma2" or f.has(key) else None
     pattern = 2 if config["model_type"] == "gemma2" else f.integer("attention.sliding_window_pattern", 6)
     config["layer_types"] = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)]
     if config["model_type"] == "gemma3_text":
@@ -293,8 +295,8 @@ def _table(file: GGUFFile, name: str) -> list[float]:
 
 
 def _llama3_or_longrope(factors: list[float], theta: float, head_dim: int, f: _Fields) -> dict[str, Any]:
-    """Llama 3.1's scaling is stored as its result, one divisor a frequency. Its usual constants are tried; where they do
-    not give the table, the table itself is the config ("longrope" with equal factors says exactly that)."""
+    """Llama 3.1's scaling is stored as its result, one divisor a frequency. Its usual constants are tried; where they
+    do not give the table, the table itself is the config ("longrope" with equal factors says exactly that)."""
     original = f.integer("rope.scaling.original_context_length", 8192)
     guess = {"rope_type": "llama3", "factor": max(factors), "low_freq_factor": 1.0, "high_freq_factor": 4.0,
              "original_max_position_embeddings": original}

@@ -1,8 +1,8 @@
 """Weights from a GGUF file under their Hugging Face names.
 
-Q4_0, Q4_1 and Q8_0 matrices stay quantized (`LinearWeight` over the mapped bytes); F32, F16 and BF16 come as they are; the
-K-quants come as fp32. What the converter did to a family's tensors is undone here: llama's row order of q and k (rows only,
-so that it works on quantized rows too) and the 1 that Gemma's norms had added.
+Q4_0, Q4_1 and Q8_0 matrices stay quantized (`LinearWeight` over the mapped bytes); F32, F16 and BF16 come as they are;
+the K-quants come as fp32. What the converter did to a family's tensors is undone here: llama's row order of q and k
+(rows only, so that it works on quantized rows too) and the 1 that Gemma's norms had added.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..engine.errors import ModelLoadError
-from ..kernels.linear import LinearWeight, from_blocks, slice_cols
+from ..kernels.linear import Format, LinearWeight, from_blocks, slice_cols
 from .gguf import GGUFFile, dequantize
 from .gguf_families import Origin, family_of, gguf_config, hf_names
 
-_KEPT = {"Q4_0": "q4_0", "Q4_1": "q4_1", "Q8_0": "q8_0"}
+_KEPT: dict[str, Format] = {"Q4_0": "q4_0", "Q4_1": "q4_1", "Q8_0": "q8_0"}
 
 
 class GGUFSource:
@@ -51,7 +52,8 @@ class GGUFSource:
     def get_slice(self, name: str, dim: int, lo: int, hi: int) -> Tensor | LinearWeight:
         shape = self.shape(name)
         if not 0 <= dim < len(shape) or not 0 <= lo <= hi <= shape[dim]:
-            raise ModelLoadError(f"tensor {name[:80]!r} of shape {list(shape)} has no slice {lo}:{hi} in dimension {dim}")
+            raise ModelLoadError(f"tensor {name[:80]!r} of shape {list(shape)} has no slice {lo}:{hi} "
+                                 f"in dimension {dim}")
         return self._read(name, (dim, lo, hi))
 
     def _read(self, name: str, cut: tuple[int, int, int] | None) -> Tensor | LinearWeight:
@@ -66,7 +68,7 @@ class GGUFSource:
             blocks = blocks[(slice(None),) * cut[0] + (slice(cut[1], cut[2]),)]
             cut = None
         if self._keep and len(shape) == 2 and kind.name in _KEPT:
-            weight = from_blocks(_KEPT[kind.name], torch.from_numpy(blocks))  # type: ignore[arg-type]
+            weight = from_blocks(_KEPT[kind.name], torch.from_numpy(blocks))
             aligned = cut is None or not (cut[1] % 32 or cut[2] % 32)
             if aligned:
                 return weight if cut is None else slice_cols(weight, cut[1], cut[2])
@@ -95,7 +97,7 @@ class GGUFSource:
         return heads
 
 
-def _undo_permutation(blocks: np.ndarray, heads: int) -> np.ndarray:  # type: ignore[type-arg]
+def _undo_permutation(blocks: NDArray[np.uint8], heads: int) -> NDArray[np.uint8]:
     """Rows (2 i, 2 i + 1) of each head were (i, i + d/2) before the converter; works on any trailing shape.
 
     A 1-D bias is one "row" of blocks, [rows, 1 number]; its elements lie along axis 0 as well.

@@ -4,8 +4,8 @@
     config = read_config(path)            # a transformers-style config dict
     source = open_weights(path)           # tensors by Hugging Face parameter name, read when asked for
 
-`path` is a directory (config.json + safetensors), a `.safetensors` file beside its config.json, or a `.gguf` file. Nothing is
-unpickled and no code of a model is run. Unusable files are `ModelLoadError`s that name files by base name.
+`path` is a directory (config.json + safetensors), a `.safetensors` file beside its config.json, or a `.gguf` file.
+Nothing is unpickled and no code of a model is run. Unusable files are `ModelLoadError`s that name them by base name.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def read_config(path: Path | str) -> dict[str, Any]:
 
 
 def eos_token_ids(path: Path | str) -> tuple[int, ...]:
-    """Ids that end an answer: from generation_config.json, else config.json, else GGUF metadata; () when none is told."""
+    """Ids that end an answer: from generation_config.json, else config.json, or GGUF metadata; () when none is told."""
     path = _existing(path)
     if path.suffix == ".gguf":
         found = gguf_config(GGUFFile(path)).get("eos_token_id")
@@ -91,7 +91,7 @@ def check_names(expected: Iterable[str], available: Iterable[str], *, optional: 
     """ModelLoadError with both lists unless `available` holds all of `expected` and nothing but them and `optional`."""
     want, have = set(expected), set(available)
     missing, unexpected = sorted(want - have), sorted(have - want - set(optional))
-    parts = [f"{len(names)} {word}: {', '.join(n[:120] for n in names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
+    parts = [f"{len(names)} {word}: {', '.join(n[:120] for n in names[:_SHOWN])}" + ", ..." * (len(names) > _SHOWN)
              for word, names in (("missing", missing), ("unexpected", unexpected)) if names]
     if parts:
         raise ModelLoadError(f"the weights do not fit the model; {'; '.join(parts)}")

@@ -266,8 +266,9 @@ _FILTERS = frozenset(
     "lower map max min reject rejectattr replace reverse safe select selectattr sort string striptags title trim "
     "truncate unique upper wordcount".split()
 )
-_LISTS = frozenset("d default first items join last length list count map reject rejectattr reverse select selectattr safe"
-                   .split())  # these look at no element, or weigh for themselves; all other filters may walk their value
+# These look at no element, or weigh for themselves; all other filters may walk their whole value.
+_LISTS = frozenset("d default first items join last length list count map reject rejectattr reverse select selectattr "
+                   "safe".split())
 _COMPARING_TESTS = frozenset("eq ne lt le gt ge == != < <= > >= equalto lessthan greaterthan in".split())
 # Methods of str that can blow up a value; `replace` and `join` come back guarded.
 _STR_METHODS = frozenset("center ljust rjust zfill expandtabs format format_map translate encode maketrans".split())
@@ -404,7 +405,8 @@ def _environment() -> _Environment:
     environment.filters[_CONCAT] = _counted(_concat, weigh=False)
     environment.filters[_SIZE] = _made
     environment.filters[_WEIGH] = _weigh
-    environment.tests.update({name: _counted(cast(Any, environment.tests[name]), weigh=True) for name in _COMPARING_TESTS})
+    environment.tests.update({name: _counted(cast(Any, environment.tests[name]), weigh=True)
+                              for name in _COMPARING_TESTS})
     environment.filters[_TICK] = _tick
     environment.globals.pop("lipsum", None)
     environment.globals.update(namespace=_Namespace, raise_exception=_refuse, strftime_now=_now)

@@ -2,8 +2,8 @@
 
 Knows names, files and licences. Does not open weights and never imports torch.
 
-A name is, in this order: a registered id, a `.gguf` file, a local directory, a hub id "owner/name" (the only kind that is
-ever downloaded).
+A name is, in this order: a registered id, a `.gguf` file, a local directory, a hub id "owner/name" (the only kind that
+is ever downloaded).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HUB_PATTERNS = ("*.safetensors", "*.json", "tokenizer.model", "*.jinja")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A model that can be named. `locate()` returns the file or directory, or raises ModelNotFound saying what to install."""
+    """A model that can be named. `locate()` gives its file or directory, or ModelNotFound saying what to install."""
 
     id: str
     kind: str  # "llm", later "asr", "tts", ...
@@ -105,8 +105,8 @@ def resolve(name: str) -> ResolvedModel:
         path = _download(name)
         return ResolvedModel(id=name, kind=_kind_of(path), path=path)
     known = ", ".join(spec.id for spec in installed()) or "none"
-    raise ModelNotFound(f"no model {name[:200]!r}: not an installed model (installed: {known}), a .gguf file, a directory "
-                        'or a hub id "owner/name"')
+    raise ModelNotFound(f"no model {name[:200]!r}: not an installed model (installed: {known}), a .gguf file, "
+                        'a directory or a hub id "owner/name"')
 
 
 def _check_name(name: str) -> None:
@@ -145,7 +145,7 @@ def _download(hub_id: str) -> Path:
     except RepositoryNotFoundError:
         raise ModelNotFound(f"no public model {hub_id!r} on the hub (private ones want HF_TOKEN)") from None
     except (LocalEntryNotFoundError, OfflineModeIsEnabled):
-        raise ModelNotFound(f"hub model {hub_id!r} is not in the local cache, and the hub is switched off (HF_HUB_OFFLINE) "
-                            "or cannot be reached") from None
+        raise ModelNotFound(f"hub model {hub_id!r} is not in the local cache, and the hub is switched off "
+                            "(HF_HUB_OFFLINE) or cannot be reached") from None
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise ModelNotFound(f"hub model {hub_id!r} cannot be fetched ({error.__class__.__name__})") from None

@@ -109,5 +109,6 @@ def _read_index(path: Path) -> dict[str, str]:
         raise ModelLoadError(f"{path.name}: expected a JSON object with a weight_map") from None
     for name, file in index.items():
         if not isinstance(file, str) or not file.endswith(".safetensors") or file != Path(file).name:
-            raise ModelLoadError(f"{path.name}: {name[:80]!r} lies in {str(file)[:80]!r}; expected a plain *.safetensors name")
+            raise ModelLoadError(f"{path.name}: {name[:80]!r} lies in {str(file)[:80]!r}; "
+                                 "expected a plain *.safetensors name")
     return index

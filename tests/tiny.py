@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+
 from motet.engine.config import EngineConfig
 from motet.engine.llm_engine import LLMEngine
 from motet.engine.load import load_llm
@@ -58,7 +59,11 @@ def request(prompt: Iterable[int], *, name: str = "", **params: Any) -> Request:
     fields = {key: params.pop(key) for key in list(params) if key in Request.__struct_fields__}
     settings = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True} | params
     return Request(
-        request_id=name or f"r{next(_ids)}", model="tiny", prompt=list(prompt), params=SamplingParams(**settings), **fields
+        request_id=name or f"r{next(_ids)}",
+        model="tiny",
+        prompt=list(prompt),
+        params=SamplingParams(**settings),
+        **fields,
     )
 
 

@@ -20,6 +20,7 @@ import msgspec
 from ...models.tokenizer import Tokenizer, load_tokenizer
 from ..client import EngineClient
 from ..errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
+from ..params import MAX_SEED, check_params
 from ..types import Aborted, AnyEvent, Done, Failed, ModelInfo, Request, SamplingParams, Timing, Tokens, Usage
 from .assembly import TextAssembly, to_text_logprob
 from .events import PromptInfo, TextAborted, TextDone, TextEvent, TextFailed, TextRequest
@@ -82,6 +83,7 @@ class TextFrontend:
             raise InvalidRequest(f"n: expected 1 to {MAX_CHOICES}, got {request.n}", param="n")
         stops = check_stops(request.stop)
         info = await self._client.load(request.model)
+        check_params(request.params, info.vocab_size)
         tokenizer = await self.tokenizer(info)
         ids = await self._prompt_ids(request, info, tokenizer)
         ids = _truncate(ids, request.truncate_prompt_tokens, info.max_model_len)
@@ -309,7 +311,7 @@ def _truncate(ids: list[int], keep: int | None, max_model_len: int) -> list[int]
 
 
 def _fit(request: TextRequest, num_prompt: int, max_model_len: int) -> tuple[SamplingParams, bool]:
-    """Parameters with `max_tokens` and `seed` filled in; whether the output is thrown away (max_tokens 0)."""
+    """Parameters as the engine takes them, with a seed; whether the output is thrown away (max_tokens 0)."""
     params = request.params
     room = max_model_len - num_prompt
     if room < 1:
@@ -317,16 +319,15 @@ def _fit(request: TextRequest, num_prompt: int, max_model_len: int) -> tuple[Sam
             f"this model's context is {max_model_len} tokens; the prompt has {num_prompt}, no room is left to answer",
             param=_prompt_field(request))
     max_tokens = params.max_tokens
-    if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 0):
-        raise InvalidRequest(f"max_tokens: expected 0 or more, got {max_tokens}", param="max_tokens")
     if max_tokens is not None and max_tokens > room:
         raise ContextLengthExceeded(
             f"this model's context is {max_model_len} tokens; the prompt has {num_prompt} and max_tokens is "
             f"{max_tokens}, together {num_prompt + max_tokens}", param="max_tokens")
-    # The engine always samples at least once; for max_tokens 0 (scoring a prompt) that token is not shown.
+    # A prompt is scored by a request for one token, which is not shown (max_tokens 0).
     discard = max_tokens == 0
     seed = params.seed if params.seed is not None else secrets.randbits(62)
-    num_output = room if max_tokens is None else max(max_tokens, 1)
+    # None stays: the engine fills what its memory has room for, which may be less than the context.
+    num_output = None if max_tokens is None else max(max_tokens, 1)
     return msgspec.structs.replace(params, max_tokens=num_output, seed=seed), discard
 
 
@@ -335,8 +336,9 @@ def _children(request: TextRequest, ids: list[int], params: SamplingParams) -> l
     assert params.seed is not None
     out = []
     for index in range(request.n):
+        seed = params.seed + index
         # One choice is enough to score the prompt, and the others can then take it from the cache.
-        mine = msgspec.structs.replace(params, seed=params.seed + index,
+        mine = msgspec.structs.replace(params, seed=seed if seed <= MAX_SEED else seed - MAX_SEED - 1,
                                        prompt_logprobs=None if index else params.prompt_logprobs)
         out.append(Request(request_id=f"{request_id}-{index}", model=request.model, prompt=ids, params=mine,
                            priority=request.priority, cache_salt=request.cache_salt))

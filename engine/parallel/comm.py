@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 
 class GroupComm:
     """Collectives over gloo (CPU) or NCCL (CUDA). Each rank calls them in the same order."""
 
     def __init__(
-        self, *, rank: int, size: int, store: dist.Store, device: torch.device, timeout_s: float = 60.0
+        self, *, rank: int, size: int, store: c10d.Store, device: torch.device, timeout_s: float = 60.0
     ) -> None:
         self.rank = rank
         self.size = size
         timeout = timedelta(seconds=timeout_s)
+        self._group: Any  # torch ships no types for the collectives of these classes
         if device.type == "cuda":
-            self._group = dist.ProcessGroupNCCL(store, rank, size, timeout)
+            options = c10d.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._group = c10d.ProcessGroupNCCL(store, rank, size, options)
         else:
-            self._group = dist.ProcessGroupGloo(store, rank, size, timeout)
+            self._group = c10d.ProcessGroupGloo(store, rank, size, timeout)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place; returns x."""

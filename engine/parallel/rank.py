@@ -6,7 +6,7 @@ import signal
 import sys
 
 import msgspec
-import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from ...models.spec import Shard
 from ..frames import read_frame
@@ -23,7 +23,7 @@ def main() -> None:
     from ..load import load_runner, pick_device
 
     device = pick_device(setup.config.device, setup.rank)
-    store = dist.TCPStore("127.0.0.1", setup.port, setup.size, is_master=False)
+    store = TCPStore("127.0.0.1", setup.port, setup.size, is_master=False)
     comm = GroupComm(rank=setup.rank, size=setup.size, store=store, device=device)
     shard = Shard(tp_rank=setup.rank, tp_size=setup.size, comm=comm)  # type: ignore[arg-type]
     loaded = load_runner(

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 import msgspec
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from ...models.spec import Shard
 from ..config import EngineConfig
@@ -51,7 +51,7 @@ class Ranks:
         self.size = size
         self._device = device
         # Port 0: the store picks a free one, so that two models on one machine never collide.
-        self._store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+        self._store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
         self._children: list[subprocess.Popen[bytes]] = []
 
     def start(self, model: str, config: EngineConfig, num_blocks: int, max_model_len: int) -> Shard:

@@ -37,16 +37,37 @@ inline void transpose_step(vu* rows) {
   for (int i = 0; i < W; ++i)
     if (!(i & S)) AllLanes::swap<S>(rows[i], rows[i + S]);
 }
+#if MOTET_W == 16
+// Within 128-bit parts by unpacking, which is cheaper than general shuffles, then whole parts.
+inline void transpose(vu* rows) {
+  __m512i a[16], b[16];
+  for (int i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_epi32((__m512i)rows[i], (__m512i)rows[i + 1]);
+    a[i + 1] = _mm512_unpackhi_epi32((__m512i)rows[i], (__m512i)rows[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; ++j) {  // b[i + c]: word c of each part, of rows i..i+3
+      b[i + 2 * j] = _mm512_unpacklo_epi64(a[i + j], a[i + j + 2]);
+      b[i + 2 * j + 1] = _mm512_unpackhi_epi64(a[i + j], a[i + j + 2]);
+    }
+  for (int c = 0; c < 4; ++c) {
+    __m512i even01 = _mm512_shuffle_i32x4(b[c], b[c + 4], 0x88), odd01 = _mm512_shuffle_i32x4(b[c], b[c + 4], 0xdd);
+    __m512i even23 = _mm512_shuffle_i32x4(b[c + 8], b[c + 12], 0x88), odd23 = _mm512_shuffle_i32x4(b[c + 8], b[c + 12], 0xdd);
+    rows[c] = (vu)_mm512_shuffle_i32x4(even01, even23, 0x88);
+    rows[c + 4] = (vu)_mm512_shuffle_i32x4(odd01, odd23, 0x88);
+    rows[c + 8] = (vu)_mm512_shuffle_i32x4(even01, even23, 0xdd);
+    rows[c + 12] = (vu)_mm512_shuffle_i32x4(odd01, odd23, 0xdd);
+  }
+}
+#else
 inline void transpose(vu* rows) {
   transpose_step<1>(rows);
   transpose_step<2>(rows);
-#if MOTET_W >= 8
+#if MOTET_W == 8
   transpose_step<4>(rows);
 #endif
-#if MOTET_W >= 16
-  transpose_step<8>(rows);
-#endif
 }
+#endif
 
 // turned[d][lane] = row of lane, dim d, as fp32; W rows.
 inline void turn(const float* const* row, int64_t dim, float* turned) {

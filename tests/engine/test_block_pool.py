@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from motet.engine.cache.block_pool import BlockPool
 from motet.engine.cache.hashing import extend_chain, root_key
 from motet.engine.cache.manager import CacheManager, KVGroup, make_groups

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+
 from motet.engine.client import HostClient, InlineClient
 from motet.engine.config import EngineConfig, HostConfig
 from motet.engine.errors import ModelLoadError, ModelNotFound

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 import transformers
+
 from motet.engine.errors import ContextLengthExceeded, DuplicateRequest, InvalidRequest, ModelLoadError
 from motet.engine.types import Aborted, Done, Failed, Request, SamplingParams, StepMask, Tokens
 

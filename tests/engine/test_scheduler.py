@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from motet.engine.cache.block_pool import BlockPool
 from motet.engine.cache.manager import CacheManager, KVGroup
 from motet.engine.scheduler import Output, Scheduler
@@ -29,7 +30,9 @@ class Sequences:
     def __init__(self) -> None:
         self.count = 0
 
-    def __call__(self, scheduler: Scheduler, length: int, output: int, *, priority: int = 0, **fields: object) -> Sequence:
+    def __call__(
+        self, scheduler: Scheduler, length: int, output: int, *, priority: int = 0, **fields: object
+    ) -> Sequence:
         self.count += 1
         ids = [(self.count * 7 + i * i) % VOCAB for i in range(length)]
         is_open = bool(fields.pop("open", False))
@@ -151,16 +154,17 @@ def test_min_tokens_and_stop_ids() -> None:
     for seq in (early, late):
         scheduler.add(seq)
     outputs = [output for output in finish_all(scheduler) if output.finish_reason]
-    assert [(o.sequence.order, o.finish_reason, o.stop_token) for o in outputs] == [(1, "stop", stop), (2, "length", None)]
+    assert [(o.sequence.order, o.finish_reason, o.stop_token) for o in outputs] == [
+        (1, "stop", stop),
+        (2, "length", None),
+    ]
     assert early.num_output == 2
 
 
 class Machine(RuleBasedStateMachine):
     """Random lives of requests under shortage; plans land late by up to two steps, and whoever wants to may leave."""
 
-    @initialize(
-        num_blocks=st.integers(14, 40), windows=st.sampled_from([(0,), (0, 6), (9,)]), depth=st.integers(0, 2)
-    )
+    @initialize(num_blocks=st.integers(14, 40), windows=st.sampled_from([(0,), (0, 6), (9,)]), depth=st.integers(0, 2))
     def start(self, num_blocks: int, windows: tuple[int, ...], depth: int) -> None:
         self.scheduler = make_scheduler(num_blocks=num_blocks, windows=windows)
         self.make = Sequences()

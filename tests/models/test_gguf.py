@@ -9,7 +9,9 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
 from motet.engine.errors import ModelLoadError
 from motet.models import gguf as reader
 from motet.models.gguf import TYPES, GGUFFile
@@ -100,7 +102,7 @@ def test_a_large_vocabulary_parses_fast(tmp_path: Path) -> None:
     assert best < 0.3
 
 
-# ------------------------------------------------------------------------------------------------------------- bad files
+# ------------------------------------------------------------------------------------------------------------ bad files
 
 
 def refused(path: Path) -> str:

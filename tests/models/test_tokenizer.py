@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import json
@@ -16,6 +17,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from motet.engine.errors import InvalidRequest, ModelLoadError
 from motet.models.gguf import GGUFFile
 from motet.models.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_metadata
@@ -160,7 +162,8 @@ def test_users_text_never_becomes_special(tokenizer: Tokenizer, scored: tuple[An
         for text in TRICKY:
             ids = one.encode(text, add_special_tokens=False)
             assert one.special_token_ids.isdisjoint(ids), text
-            assert one.decode(ids).removeprefix("" if one is tokenizer else " ") == text
+            decoded = one.decode(ids)
+            assert decoded == (text if one is tokenizer else " " + text.replace("▁", " ")) or not text
 
 
 def test_a_vocabulary_that_holds_the_spelling_as_a_piece(tmp_path: Path) -> None:
@@ -191,6 +194,11 @@ def test_round_trip(tokenizer: Tokenizer) -> None:
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+@functools.cache
+def _known_bytes(tokenizer: Tokenizer) -> frozenset[int]:
+    return frozenset(piece[0] for index in range(tokenizer.vocab_size) if len(piece := tokenizer.token_bytes(index)) == 1)
+
+
 def _streamed(tokenizer: Tokenizer, ids: list[int], cuts: list[int]) -> str:
     decoder = tokenizer.incremental()
     edges = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
@@ -202,8 +210,8 @@ def _streamed(tokenizer: Tokenizer, ids: list[int], cuts: list[int]) -> str:
 def test_any_cut_of_a_stream_gives_the_whole(tokenizer: Tokenizer, text: str, cuts: list[int]) -> None:
     ids = tokenizer.encode(text)
     assert _streamed(tokenizer, ids, cuts) == tokenizer.decode(ids)
-    # SmolLM's vocabulary lacks some bytes of rare planes (F1 to F3), so nothing brings those characters back.
-    assert max(text, default="") > "\U0003ffff" or _streamed(tokenizer, ids, cuts) == text
+    missing = set(range(256)) - _known_bytes(tokenizer)  # SmolLM's vocabulary has no piece for some odd bytes
+    assert not missing.isdisjoint(text.encode()) or _streamed(tokenizer, ids, cuts) == text
 
 
 @settings(max_examples=150, deadline=None)

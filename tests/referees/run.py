@@ -21,7 +21,7 @@ from motet.deploy.demo import free_port, wait_ready
 HERE = Path(__file__).resolve().parent
 VENVS = Path(os.environ.get("MOTET_VENVS") or Path.home() / ".cache/motet/venvs")
 MODEL = "smollm2-135m-instruct"
-CONTEXT = 512  # tokens: a request without max_tokens ends within the fuzzer's patience
+CONTEXT = 192  # tokens: a request without max_tokens ends within the fuzzer's patience
 CHECKS = (
     "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,"
     "response_headers_conformance,negative_data_rejection,unsupported_method"
@@ -81,7 +81,7 @@ def run_schemathesis(folder: Path, url: str) -> bool:
     """Requests from /openapi.json, valid and broken: no 5xx, no broken one accepted, answers as documented."""
     command = [str(folder / "bin/schemathesis"), "run", f"{url}/openapi.json", "--checks", CHECKS]
     command += ["--phases", "examples,coverage,fuzzing", "--max-examples", "25", "--seed", "1", "--workers", "2"]
-    command += ["--request-timeout", "60", "--generation-database", "none", "--no-shrink", "--continue-on-failure"]
+    command += ["--request-timeout", "120", "--generation-database", "none", "--no-shrink", "--continue-on-failure"]
     return subprocess.run(command, cwd=folder, timeout=600).returncode == 0
 
 

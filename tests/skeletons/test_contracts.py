@@ -6,6 +6,7 @@ import random
 
 import msgspec
 import pytest
+
 from motet.engine.types import Blob, EmbeddingSpan, StepPlan, Tokens
 
 from .. import tiny
@@ -126,6 +127,7 @@ def test_prompt_embeddings_at_positions_equal_their_ids() -> None:
     ids = tiny.prompt(30)
     plain = tiny.one(running, tiny.request(ids))
     import torch
+
     from motet.engine.blobs import to_blob
 
     rows = running.executor.runner.model.embed(torch.tensor(ids[9:17]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from motet.engine.speculation.ngram import NgramProposer
 from motet.engine.speculation.proposer import Drafts, View
 from motet.engine.types import StepMask
@@ -36,7 +37,10 @@ class Oracle:
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.9, "seed": 5, "top_p": 0.95}])
 def test_ngram_chain_equals_plain(params: dict[str, float]) -> None:
     repeated = tiny.prompt(9) * 4
-    requests = [tiny.request(repeated, max_tokens=48, **params), tiny.request(tiny.prompt(7, 3) * 3, max_tokens=40, **params)]
+    requests = [
+        tiny.request(repeated, max_tokens=48, **params),
+        tiny.request(tiny.prompt(7, 3) * 3, max_tokens=40, **params),
+    ]
     plain = tiny.answers(tiny.engine(), requests)
     drafting = tiny.engine(proposer=NgramProposer(num_drafts=4, min_n=1))
     assert tiny.answers(drafting, requests) == plain
