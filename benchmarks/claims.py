@@ -81,7 +81,13 @@ def measured(
 
 
 def failed(
-    claim: Claim, why: str, *, ours: float | None = None, peer_name: str | None = None, ours_name: str = "", runs: int = 0
+    claim: Claim,
+    why: str,
+    *,
+    ours: float | None = None,
+    peer_name: str | None = None,
+    ours_name: str = "",
+    runs: int = 0,
 ) -> Row:
     """The row of a claim whose peer, or we, could not be measured."""
     return _row(
@@ -99,17 +105,13 @@ def not_yet(claim_id: str) -> Row:
 
 
 def _row(claim: Claim, **values: Any) -> Row:
-    return Row(
-        claim=claim.id, better=claim.better, target=claim.target, unit=claim.unit, machine=machine(), **values
-    )
+    return Row(claim=claim.id, better=claim.better, target=claim.target, unit=claim.unit, machine=machine(), **values)
 
 
 # --------------------------------------------------------------------------------------------------- the command line
 
 
-def make_parser(
-    description: str | None, claims: Sequence[Claim], later: Sequence[str]
-) -> argparse.ArgumentParser:
+def make_parser(description: str | None, claims: Sequence[Claim], later: Sequence[str]) -> argparse.ArgumentParser:
     """A benchmark's parser with `--json` and `--only`; `only` becomes a list of ids in the order of the table."""
     known = [*(claim.id for claim in claims), *later]
 
@@ -117,7 +119,9 @@ def make_parser(
         names = [name.strip() for name in text.split(",") if name.strip()]
         unknown = [name for name in names if name not in known]
         if unknown or not names:
-            raise argparse.ArgumentTypeError(f"no such claim: {', '.join(unknown) or text!r}; known: {', '.join(known)}")
+            raise argparse.ArgumentTypeError(
+                f"no such claim: {', '.join(unknown) or text!r}; known: {', '.join(known)}"
+            )
         return [name for name in known if name in names]
 
     parser = argparse.ArgumentParser(

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 import uvloop
 
+from motet.benchmarks.peer_worker import process_cpu_s
 from motet.engine.config import EngineConfig, HostConfig
 from motet.engine.process_client import ProcessClient
 from motet.engine.types import Done, ModelInfo, Request, SamplingParams, Tokens
-
-from .peer_worker import process_cpu_s
 
 
 class EngineError(Exception):

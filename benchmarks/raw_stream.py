@@ -91,31 +91,29 @@ def first_text_s(connection: socket.socket, request: bytes) -> float:
 def read_streams(port: int, requests: Sequence[bytes], *, timeout_s: float = 180.0) -> Streams:
     """Send all requests, each on its own connection, and read all streams to their ends in this one thread."""
     connections = [connect(port) for _ in requests]
-    pieces: dict[socket.socket, list[bytes]] = {connection: [] for connection in connections}
+    bodies = [bytearray() for _ in requests]
     selector = selectors.DefaultSelector()
     try:
         cpu = time.process_time()
         began = time.perf_counter()
-        for connection, request in zip(connections, requests):
+        for connection, request, body in zip(connections, requests, bodies):
             connection.sendall(request)
             connection.setblocking(False)
-            selector.register(connection, selectors.EVENT_READ)
+            selector.register(connection, selectors.EVENT_READ, (connection, body))
         num_open = len(connections)
         while num_open:
-            ready = selector.select(began + timeout_s - time.perf_counter())
+            ready = selector.select(max(0.0, began + timeout_s - time.perf_counter()))
             if not ready:
                 raise StreamError(f"{num_open} streams did not end within {timeout_s:.0f} s")
             for key, _ in ready:
-                connection = connections[connections.index(key.fileobj)]  # type: ignore[arg-type]
+                connection, body = key.data
                 data = connection.recv(1 << 18)
-                read = pieces[connection]
-                read.append(data)
-                # The end may have come in two reads; only then is it looked for in both.
-                if data.endswith(b"0\r\n\r\n") and b"".join(read[-2:]).endswith(_END):
+                body += data
+                if body.endswith(_END):
                     selector.unregister(connection)
                     num_open -= 1
-                elif not data or (len(read) == 1 and not data.startswith(b"HTTP/1.1 200 ")):
-                    raise StreamError(f"{b''.join(read)[-500:]!r}")
+                elif not data or not body.startswith(b"HTTP/1.1 200 "):
+                    raise StreamError(f"{bytes(body[-500:])!r}")
             if num_open:
                 time.sleep(_REST_S)
         seconds = time.perf_counter() - began
@@ -124,10 +122,9 @@ def read_streams(port: int, requests: Sequence[bytes], *, timeout_s: float = 180
         selector.close()
         for connection in connections:
             connection.close()
-    bodies = [b"".join(read) for read in pieces.values()]
     usages = [_COMPLETION_TOKENS.findall(body) for body in bodies]
     if not all(usages):
-        raise StreamError(f"a stream without its usage: {bodies[0][-500:]!r}")
+        raise StreamError(f"a stream without its usage: {bytes(bodies[0][-500:])!r}")
     return Streams(
         seconds=seconds,
         num_tokens=sum(int(usage[-1]) for usage in usages),

@@ -63,7 +63,6 @@ class HostConfig:
     preload: bool = False  # load all of `models` at start instead of at first use
     threads: int = 0  # CPU threads of one step; 0: all cores
     idle_unload_s: float = 0.0  # unload a model unused for so long; 0: never
-    memory_gb: float = 0.0  # weights + KV of all models together; 0: no limit but the machine's
     start_timeout_s: float = 120.0
     engine: EngineConfig = field(default_factory=EngineConfig)
 

@@ -19,7 +19,7 @@ from ..kernels.sampling import sample, token_logprobs
 from .batch_builder import Rows, accept, build_rows
 from .blobs import from_blob, to_blob
 from .cache.manager import KVGroup
-from .errors import ErrorInfo
+from .errors import ErrorInfo, InvalidRequest
 from .logit_rows import SlotState, edit_logits, sampling_rows
 from .types import Blob, NewSequence, SequenceResult, SequenceStep, StepPlan, StepResult, TokenLogprob
 
@@ -130,6 +130,19 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> StepResult:
         """Launch and wait."""
         return self.launch(plan).result()
+
+    @torch.inference_mode()
+    def export_page(self, block: int) -> torch.Tensor:
+        """A copy of one block's K and V as a canonical page (engine/cache/layout.py)."""
+        return torch.stack([page[block] for page in self.pages])
+
+    @torch.inference_mode()
+    def import_page(self, block: int, page: torch.Tensor, *, digest: bytes, expected: bytes) -> None:
+        """Write a canonical page into a block. Raises InvalidRequest when it was made under another layout."""
+        if digest != expected:
+            raise InvalidRequest("a KV page of another layout: its digest is not this cache's")
+        for own, layer in zip(self.pages, page, strict=True):
+            own[block].copy_(layer)
 
     # ------------------------------------------------------------------------------------------------- the way in
 

@@ -402,13 +402,24 @@ void kept_ids(const float* x, int64_t vocab, const Filters& f, std::vector<uint3
       ids.resize(f.top_k);
     }
     if (!by_mass) return;
-    std::sort(ids.begin(), ids.end(), better);
     double total = whole, before = 0;
     if (total == 0)
       for (uint32_t id : ids) total += std::exp(depth(id));
-    size_t kept = 0;
-    while (kept < ids.size() && (kept == 0 || before < (double)f.top_p * total)) before += std::exp(depth(ids[kept++]));
-    if (kept == ids.size() && whole != 0 && before < (double)f.top_p * total && !everything) continue;
+    const double wanted = (double)f.top_p * total;
+    // Halve towards the id at which the mass is reached: everything before `low` is kept, everything from `high` on is not.
+    size_t low = 0, high = ids.size();
+    while (high - low > 32) {
+      const size_t middle = (low + high) / 2;
+      std::nth_element(ids.begin() + low, ids.begin() + middle, ids.begin() + high, better);
+      double mass = before;
+      for (size_t i = low; i < middle; ++i) mass += std::exp(depth(ids[i]));
+      if (mass >= wanted) high = middle;
+      else before = mass, low = middle;
+    }
+    std::sort(ids.begin() + low, ids.begin() + high, better);
+    size_t kept = low;
+    while (kept < high && (kept == 0 || before < wanted)) before += std::exp(depth(ids[kept++]));
+    if (kept == ids.size() && whole != 0 && before < wanted && !everything) continue;
     ids.resize(kept);
     return;
   }

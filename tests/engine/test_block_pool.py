@@ -6,6 +6,7 @@ import pytest
 
 from motet.engine.cache.block_pool import BlockPool
 from motet.engine.cache.hashing import extend_chain, root_key
+from motet.engine.cache.layout import KVLayout
 from motet.engine.cache.manager import CacheManager, KVGroup, make_groups
 from motet.engine.types import Blob, EmbeddingSpan
 from motet.models.spec import KVSpec
@@ -134,3 +135,12 @@ def test_allocation_is_all_or_nothing() -> None:
     assert manager.pool.num_free == 5 and tables.blocks == [[], []]
     assert manager.allocate(tables, 8) is not None
     assert manager.pool.num_free == 1
+
+
+def test_layout_digest_changes_with_every_field() -> None:
+    fields = {"model": "m", "weight_epoch": 0, "num_layers": 2, "num_kv_heads": 2, "block_size": 4, "head_dim": 8}
+    layout = KVLayout(**fields, dtype="float32")  # type: ignore[arg-type]
+    assert layout.shape == (2, 2, 2, 4, 8)
+    others = [KVLayout(**(fields | {name: 9}), dtype="float32") for name in fields if name != "model"]  # type: ignore
+    others += [KVLayout(**fields, dtype="bfloat16"), KVLayout(**fields, dtype="float32", tp_rank=1, tp_size=2)]  # type: ignore
+    assert len({layout.digest, *(other.digest for other in others)}) == len(others) + 1

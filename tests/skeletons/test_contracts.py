@@ -7,6 +7,7 @@ import random
 import msgspec
 import pytest
 
+from motet.engine.cache.hashing import extend_chain, root_key
 from motet.engine.types import Blob, EmbeddingSpan, StepPlan, Tokens
 
 from .. import tiny
@@ -192,3 +193,26 @@ def test_bad_embeddings_are_refused_and_harm_nobody() -> None:
         running.submit(tiny.request(tiny.prompt(9), embeddings=[EmbeddingSpan(start=0, blob=short)]))
     events = tiny.drain(running)
     assert sum(isinstance(event, Tokens) for event in events) == 16
+
+
+def test_exported_pages_serve_another_cache() -> None:
+    """Blocks moved by canonical page into another engine's cache give the same continuation there."""
+    ids = tiny.prompt(20)
+    first, second = tiny.engine(), tiny.engine()
+    expected = tiny.one(first, tiny.request(ids))
+    source, target = first.executor.runner, second.executor.runner
+    keys: list[bytes] = []
+    extend_chain(keys, root_key(model=first.info.model, weight_epoch=0, cache_salt=""), ids, 4)
+    from_pool, to_pool = first.scheduler.cache.pool, second.scheduler.cache.pool
+    for key in keys[:4]:
+        block = to_pool.allocate(1)[0]
+        held = from_pool.lookup(key + b"\0")
+        target.import_page(block, source.export_page(held), digest=b"d", expected=b"d")
+        to_pool.publish(block, key + b"\0")
+        to_pool.release([block])
+    item = tiny.request(ids)
+    events = tiny.run(second, [item])[item.request_id]
+    assert tiny.tokens(events) == expected
+    assert events[-1].usage.num_cached_tokens == 16
+    with pytest.raises(ValueError, match="another layout"):
+        target.import_page(1, source.export_page(1), digest=b"x", expected=b"d")
