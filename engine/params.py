@@ -98,13 +98,15 @@ def check_blob(blob: Blob) -> None:
         raise InvalidRequest(f"expected {expected} bytes for {blob.dtype} {list(blob.shape)}, got {len(blob.data)}")
 
 
-def check_length(num_prompt: int, max_tokens: int | None, max_model_len: int, *, generates: bool = True) -> None:
+def check_length(
+    num_prompt: int, max_tokens: int | None, max_model_len: int, *, generates: bool = True, param: str = "prompt"
+) -> None:
     """Raise ContextLengthExceeded when prompt and output do not fit the model, with the numbers."""
     room = max_model_len - num_prompt
     if room < (1 if generates and max_tokens != 0 else 0):
         raise ContextLengthExceeded(
             f"the prompt has {num_prompt} tokens; this model's context is {max_model_len} tokens, output included",
-            param="prompt",
+            param=param,
         )
     if generates and max_tokens is not None and max_tokens > room:
         raise ContextLengthExceeded(

@@ -58,7 +58,7 @@ def build_model(config: Mapping[str, Any], source: WeightSource, *, shard: Shard
         return TransformersModel(config, source, shard=shard, dtype=dtype, device=device)
     try:
         model = Decoder(DecoderConfig.from_dict(config), shard, dtype=dtype, device=device)
-    except (TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:  # a stranger's file
         raise error if isinstance(error, ModelLoadError) else ModelLoadError(f"config: {error}") from None
     check_parameters(source.names(), model.config)
     model.load(WeightReader(source, parameter_shapes(model.config), dtype=dtype, device=device, weights=weights,

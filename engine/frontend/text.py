@@ -20,7 +20,7 @@ import msgspec
 from ...models.tokenizer import Tokenizer, load_tokenizer
 from ..client import EngineClient
 from ..errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
-from ..params import MAX_SEED, check_params
+from ..params import MAX_SEED, check_length, check_params
 from ..types import Aborted, AnyEvent, Done, Failed, ModelInfo, Request, SamplingParams, Timing, Tokens, Usage
 from .assembly import TextAssembly, to_text_logprob
 from .events import PromptInfo, TextAborted, TextDone, TextEvent, TextFailed, TextRequest
@@ -42,7 +42,6 @@ class Prepared:
     prompt_text: str | None  # for echo
     children: list[Request]
     automaton: StopAutomaton | None
-    discard_output: bool  # max_tokens was 0: only the prompt is looked at
 
 
 class TextFrontend:
@@ -89,10 +88,10 @@ class TextFrontend:
         ids = _truncate(ids, request.truncate_prompt_tokens, info.max_model_len)
         if not ids:
             raise InvalidRequest("the prompt is empty; at least one token is needed", param=_prompt_field(request))
-        params, discard = _fit(request, len(ids), info.max_model_len)
+        check_length(len(ids), request.params.max_tokens, info.max_model_len, param=_prompt_field(request))
         return Prepared(request=request, info=info, tokenizer=tokenizer, prompt_ids=ids,
                         prompt_text=self._echo_text(request, tokenizer, ids),
-                        children=_children(request, ids, params), discard_output=discard,
+                        children=_children(request, ids, _with_seed(request.params)),
                         automaton=StopAutomaton(stops) if stops else None)
 
     @staticmethod
@@ -214,8 +213,6 @@ class TextFrontend:
                     yield _prompt_info(prepared, event)
                 if isinstance(event, Tokens):
                     num_cached = max(num_cached, event.num_cached_tokens)
-                    if prepared.discard_output:
-                        continue
                     clock.token()
                     delta = assembly.push(event.token_ids, event.logprobs)
                     if delta is not None:
@@ -310,25 +307,10 @@ def _truncate(ids: list[int], keep: int | None, max_model_len: int) -> list[int]
     return ids[-(max_model_len - 1 if keep == -1 else keep):]
 
 
-def _fit(request: TextRequest, num_prompt: int, max_model_len: int) -> tuple[SamplingParams, bool]:
-    """Parameters as the engine takes them, with a seed; whether the output is thrown away (max_tokens 0)."""
-    params = request.params
-    room = max_model_len - num_prompt
-    if room < 1:
-        raise ContextLengthExceeded(
-            f"this model's context is {max_model_len} tokens; the prompt has {num_prompt}, no room is left to answer",
-            param=_prompt_field(request))
-    max_tokens = params.max_tokens
-    if max_tokens is not None and max_tokens > room:
-        raise ContextLengthExceeded(
-            f"this model's context is {max_model_len} tokens; the prompt has {num_prompt} and max_tokens is "
-            f"{max_tokens}, together {num_prompt + max_tokens}", param="max_tokens")
-    # A prompt is scored by a request for one token, which is not shown (max_tokens 0).
-    discard = max_tokens == 0
-    seed = params.seed if params.seed is not None else secrets.randbits(62)
-    # None stays: the engine fills what its memory has room for, which may be less than the context.
-    num_output = None if max_tokens is None else max(max_tokens, 1)
-    return msgspec.structs.replace(params, max_tokens=num_output, seed=seed), discard
+def _with_seed(params: SamplingParams) -> SamplingParams:
+    """The caller's parameters, with a seed of their own where they bring none."""
+    # max_tokens None stays: the engine fills what its memory has room for, which may be less than the context.
+    return params if params.seed is not None else msgspec.structs.replace(params, seed=secrets.randbits(62))
 
 
 def _children(request: TextRequest, ids: list[int], params: SamplingParams) -> list[Request]:
@@ -382,9 +364,6 @@ def _terminal(event: AnyEvent, index: int, prepared: Prepared,
         return TextAborted(index=index, reason=event.reason, usage=event.usage)
     if not isinstance(event, Done):
         return None
-    if prepared.discard_output:
-        usage = msgspec.structs.replace(event.usage, num_output_tokens=0)
-        return TextDone(index=index, finish_reason="length", usage=usage, timing=event.timing)
     if assembly.stopped is not None:
         usage = msgspec.structs.replace(event.usage, num_output_tokens=assembly.num_kept)
         return TextDone(index=index, finish_reason="stop", stop_reason=assembly.stopped.stop, usage=usage,

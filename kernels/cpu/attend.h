@@ -1,8 +1,8 @@
 // Paged attention of a few rows over one chunk of the cache, straight from the blocks.
 //
-// Every number of a row is computed in an order that depends on the row alone: a score is the sum over even dims plus the
-// sum over odd dims; the softmax runs over fixed chunks of kChunk kv indices; the mix adds kv indices in rising order.
-// So a row's result is the same alone, in a batch, in a prefill chunk of any size, and on any number of threads.
+// Every number of a row is computed in an order that depends on the row alone: a score is the sum over even dims plus
+// the sum over odd dims; the softmax runs over fixed chunks of kChunk kv indices; the mix adds kv indices in rising
+// order. So a row's result is the same alone, in a batch, in a prefill chunk of any size, and on any number of threads.
 #pragma once
 
 #include "kernels.h"
@@ -52,7 +52,8 @@ inline void transpose(vu* rows) {
     }
   for (int c = 0; c < 4; ++c) {
     __m512i even01 = _mm512_shuffle_i32x4(b[c], b[c + 4], 0x88), odd01 = _mm512_shuffle_i32x4(b[c], b[c + 4], 0xdd);
-    __m512i even23 = _mm512_shuffle_i32x4(b[c + 8], b[c + 12], 0x88), odd23 = _mm512_shuffle_i32x4(b[c + 8], b[c + 12], 0xdd);
+    __m512i even23 = _mm512_shuffle_i32x4(b[c + 8], b[c + 12], 0x88),
+            odd23 = _mm512_shuffle_i32x4(b[c + 8], b[c + 12], 0xdd);
     rows[c] = (vu)_mm512_shuffle_i32x4(even01, even23, 0x88);
     rows[c + 4] = (vu)_mm512_shuffle_i32x4(odd01, odd23, 0x88);
     rows[c + 8] = (vu)_mm512_shuffle_i32x4(even01, even23, 0xdd);
@@ -113,7 +114,8 @@ inline void score(const float* q, int64_t width, const float* turned, int64_t pa
 
 #if defined(__AVX512BF16__)
 #define MOTET_BF16_DOT 1
-// The same for bf16 queries and keys as pairs of dims, multiplied exactly and summed in fp32 by the CPU's own instruction.
+// The same for bf16 queries and keys as pairs of dims, multiplied exactly and summed in fp32 by the CPU's own
+// instruction.
 inline void turn_pairs(const bf16* const* row, int64_t dim, uint32_t* turned) {
   int64_t d = 0;
   for (; d + 2 * W <= dim; d += 2 * W) {
@@ -141,19 +143,23 @@ inline void score_pairs(const uint32_t* q, int64_t pairs, const uint32_t* turned
   for (int n = 0; n < N; ++n) store(scores + n * kChunk, ((vf)even[n] + (vf)odd[n]) * scale);
 }
 
-inline void score_all_pairs(const uint32_t* q, int64_t num_queries, int64_t pairs, const uint32_t* turned, float scale, float* scores) {
+inline void score_all_pairs(const uint32_t* q, int64_t num_queries, int64_t pairs, const uint32_t* turned, float scale,
+                            float* scores) {
   int64_t n = 0;
   for (; n + 6 <= num_queries; n += 6) score_pairs<6>(q + n * pairs, pairs, turned, scale, scores + n * kChunk);
   for (; n + 3 <= num_queries; n += 3) score_pairs<3>(q + n * pairs, pairs, turned, scale, scores + n * kChunk);
   for (; n < num_queries; ++n) score_pairs<1>(q + n * pairs, pairs, turned, scale, scores + n * kChunk);
 }
 
-inline bool score_bf16(const Attention& a, const AttentionPart& part, const bf16* const* key, int64_t padded, int64_t width, float* scratch, float* turned, float* scores) {
+inline bool score_bf16(const Attention& a, const AttentionPart& part, const bf16* const* key, int64_t padded,
+                       int64_t width, float* scratch, float* turned, float* scores) {
   if (a.q_type != motet::Type::bf16) return false;
-  const int64_t group = a.num_heads / a.num_kv_heads, num_queries = (part.row_end - part.row_begin) * group, pairs = width / 2;
+  const int64_t group = a.num_heads / a.num_kv_heads, num_queries = (part.row_end - part.row_begin) * group,
+                pairs = width / 2;
   uint32_t *q = (uint32_t*)scratch, *pair = (uint32_t*)turned;
   for (int64_t n = 0; n < num_queries; ++n) {
-    const bf16* from = (const bf16*)a.q + (part.row_begin + n / group) * a.q_row + (part.kv_head * group + n % group) * a.q_head;
+    const bf16* from =
+        (const bf16*)a.q + (part.row_begin + n / group) * a.q_row + (part.kv_head * group + n % group) * a.q_head;
     memset(q + n * pairs, 0, pairs * 4);
     memcpy(q + n * pairs, from, a.dim * 2);
   }
@@ -163,12 +169,16 @@ inline bool score_bf16(const Attention& a, const AttentionPart& part, const bf16
   }
   return true;
 }
-inline bool score_bf16(const Attention&, const AttentionPart&, const float* const*, int64_t, int64_t, float*, float*, float*) { return false; }
+inline bool score_bf16(const Attention&, const AttentionPart&, const float* const*, int64_t, int64_t, float*, float*,
+                       float*) {
+  return false;
+}
 #endif
 
 // mix[n][0..4W) += sum over t of weights[n][t] * value[t]. Where `gaps`, values that no query weighs are not touched.
 template <int N, int C, class T>
-inline void mix_columns(const float* weights, const T* const* value, int64_t column, int64_t count, bool gaps, int64_t width, float* mix) {
+inline void mix_columns(const float* weights, const T* const* value, int64_t column, int64_t count, bool gaps,
+                        int64_t width, float* mix) {
   vf acc[N][C];
   for (int n = 0; n < N; ++n)
     for (int c = 0; c < C; ++c) acc[n][c] = load(mix + n * width + column + c * W);
@@ -199,7 +209,8 @@ inline void mix_some(const float* weights, const T* const* value, int64_t count,
 constexpr int kTogether = MOTET_W == 16 ? 6 : 3;  // queries whose sums fit the registers (32, else 16)
 
 template <class T>
-void mix_all(const float* weights, const T* const* value, int64_t num_queries, int64_t count, bool gaps, int64_t width, float* mix) {
+void mix_all(const float* weights, const T* const* value, int64_t num_queries, int64_t count, bool gaps, int64_t width,
+             float* mix) {
   int64_t n = 0;
   for (; n + kTogether <= num_queries; n += kTogether)
     mix_some<kTogether>(weights + n * kChunk, value, count, gaps, width, mix + n * width);
@@ -207,9 +218,11 @@ void mix_all(const float* weights, const T* const* value, int64_t num_queries, i
   for (; n < num_queries; ++n) mix_some<1>(weights + n * kChunk, value, count, gaps, width, mix + n * width);
 }
 
-inline void score_all(const float* q, int64_t num_queries, int64_t width, const float* turned, int64_t pairs, float* scores) {
+inline void score_all(const float* q, int64_t num_queries, int64_t width, const float* turned, int64_t pairs,
+                      float* scores) {
   int64_t n = 0;
-  for (; n + kTogether <= num_queries; n += kTogether) score<kTogether>(q + n * width, width, turned, pairs, scores + n * kChunk);
+  for (; n + kTogether <= num_queries; n += kTogether)
+    score<kTogether>(q + n * width, width, turned, pairs, scores + n * kChunk);
   for (; n + 3 <= num_queries; n += 3) score<3>(q + n * width, width, turned, pairs, scores + n * kChunk);
   for (; n < num_queries; ++n) score<1>(q + n * width, width, turned, pairs, scores + n * kChunk);
 }
@@ -244,11 +257,11 @@ void attend_typed(const Attention& a, const AttentionPart& part, float* scratch,
   const int64_t num_queries = (part.row_end - part.row_begin) * group, count = part.hi - part.lo;
   const int64_t padded = (count + W - 1) / W * W;
   float* q = scratch;
-  float* scores = q + num_queries * width;         // [n, kChunk]
-  float* turned = scores + num_queries * kChunk;   // [width, W]
-  float* values = turned + 16 * width;             // [64, width]
-  float* zeros = values + 64 * width;              // [width]
-  int32_t* seen = (int32_t*)(zeros + width);       // [kChunk]
+  float* scores = q + num_queries * width;        // [n, kChunk]
+  float* turned = scores + num_queries * kChunk;  // [width, W]
+  float* values = turned + 16 * width;            // [64, width]
+  float* zeros = values + 64 * width;             // [width]
+  int32_t* seen = (int32_t*)(zeros + width);      // [kChunk]
 
   memset(zeros, 0, width * sizeof(float));
   memset(turned, 0, 16 * width * sizeof(float));
@@ -341,7 +354,8 @@ void attend(const Attention& a, const AttentionPart& part, float* scratch, float
     attend_typed<float>(a, part, scratch, top, sum, mix);
 }
 
-void merge(int64_t n, int64_t width, float* top, float* sum, float* mix, const float* top2, const float* sum2, const float* mix2) {
+void merge(int64_t n, int64_t width, float* top, float* sum, float* mix, const float* top2, const float* sum2,
+           const float* mix2) {
   for (int64_t i = 0; i < n; ++i) {
     if (sum2[i] == 0.0f) continue;
     float best = top[i] > top2[i] ? top[i] : top2[i];

@@ -45,20 +45,24 @@ struct Table {
   // Softmax over one chunk: for each query (row-major, then head of the group) top [n], sum [n], mix [n, padded_dim].
   void (*attend)(const Attention&, const AttentionPart&, float* scratch, float* top, float* sum, float* mix);
   // (top, sum, mix) becomes the merger with a later chunk.
-  void (*merge)(int64_t n, int64_t width, float* top, float* sum, float* mix, const float* top2, const float* sum2, const float* mix2);
+  void (*merge)(int64_t n, int64_t width, float* top, float* sum, float* mix, const float* top2, const float* sum2,
+                const float* mix2);
   // out[i] = mix[i] / sum for one query.
   void (*finish)(Type type, int64_t dim, const float* mix, float scale, void* out);
   // One row; `residual` (or null) takes x + residual first. weight + offset multiplies.
-  void (*rms_norm)(Type type, Type weight_type, int64_t features, const void* x, void* residual, const void* weight, float eps, float offset, void* out);
+  void (*rms_norm)(Type type, Type weight_type, int64_t features, const void* x, void* residual, const void* weight,
+                   float eps, float offset, void* out);
   // out[F] = act(gate[F]) * up[F]; kind 0 silu, 1 gelu_tanh
   void (*gated)(Type type, int64_t features, const void* gate, const void* up, int kind, void* out);
   // Rotates 2 * half dims of one head from x into y (may be x) and copies the other dims.
-  void (*rotate)(Type type, Type out_type, int64_t dim, int64_t half, const void* x, const float* cos, const float* sin, bool interleaved, void* y);
+  void (*rotate)(Type type, Type out_type, int64_t dim, int64_t half, const void* x, const float* cos, const float* sin,
+                 bool interleaved, void* y);
   void (*convert)(Type type, Type out_type, int64_t n, const void* x, void* y);
   // Lowest id of the largest value; NaN never wins.
   int64_t (*argmax)(const float* x, int64_t n, float* value);
   // Lowest index of the largest x[i] / divisor + gumbel(key, ids ? ids[i] : i).
-  int64_t (*noisy_argmax)(const float* x, const uint32_t* ids, int64_t n, float divisor, uint32_t key_high, uint32_t key_low);
+  int64_t (*noisy_argmax)(const float* x, const uint32_t* ids, int64_t n, float divisor, uint32_t key_high,
+                          uint32_t key_low);
   // Sum of exp((x[i] - top) / divisor).
   double (*sum_exp)(const float* x, int64_t n, float divisor, float top);
   // Indices of x[i] >= least in rising order into ids (room for n); returns how many.

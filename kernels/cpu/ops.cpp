@@ -31,7 +31,8 @@ std::vector<const motet::Table*> usable_tables() {
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
     usable.push_back(motet::table_avx2());
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl")) {
       usable.push_back(motet::table_avx512());
       if (__builtin_cpu_supports("avx512bf16")) usable.push_back(motet::table_avx512bf16());
     }
@@ -71,7 +72,8 @@ void share(int64_t count, bool parallel, const Work& work) {
 template <class Work>
 void share_rows(int64_t rows, int64_t cost, const Work& work) {
   const int64_t grain = 32768;
-  int64_t pieces = std::min<int64_t>(std::min<int64_t>(rows, at::get_num_threads()), std::max<int64_t>(1, cost / grain));
+  int64_t pieces =
+      std::min<int64_t>(std::min<int64_t>(rows, at::get_num_threads()), std::max<int64_t>(1, cost / grain));
   share(pieces, pieces > 1, [&](int64_t piece) {
     for (int64_t row = rows * piece / pieces; row < rows * (piece + 1) / pieces; ++row) work(row);
   });
@@ -86,27 +88,32 @@ float* scratch(size_t which, size_t count) {
   return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(pools[which].data()) + 63) & ~uintptr_t{63});
 }
 
-struct Tile {  // rows of one sequence under one kv head
+struct Tile {          // rows of one sequence under one kv head
   AttentionPart part;  // over everything its rows see
   int64_t first_chunk, num_chunks, item;
 };
 
-std::tuple<Tensor, Tensor> paged_attention(
-    const Tensor& q, const Tensor& kv, const Tensor& tables, const Tensor& position, const Tensor& num_visible,
-    const Tensor& row_starts, const std::optional<Tensor>& ancestors, const std::optional<Tensor>& tree_starts,
-    const std::optional<Tensor>& sinks, double scale, int64_t window, double soft_cap, bool want_lse) {
-  TORCH_CHECK(q.dim() == 3 && kv.dim() == 5 && kv.size(1) == 2, "paged_attention: expected q [R, H, D] and kv [N, 2, K, T, D]");
+std::tuple<Tensor, Tensor> paged_attention(const Tensor& q, const Tensor& kv, const Tensor& tables,
+                                           const Tensor& position, const Tensor& num_visible, const Tensor& row_starts,
+                                           const std::optional<Tensor>& ancestors,
+                                           const std::optional<Tensor>& tree_starts, const std::optional<Tensor>& sinks,
+                                           double scale, int64_t window, double soft_cap, bool want_lse) {
+  TORCH_CHECK(q.dim() == 3 && kv.dim() == 5 && kv.size(1) == 2,
+              "paged_attention: expected q [R, H, D] and kv [N, 2, K, T, D]");
   const int64_t rows = q.size(0), heads = q.size(1), dim = q.size(2), kv_heads = kv.size(2);
   TORCH_CHECK(kv.size(4) == dim && heads % kv_heads == 0, "paged_attention: q is ", q.sizes(), ", kv is ", kv.sizes());
   TORCH_CHECK(q.stride(2) == 1 && kv.stride(4) == 1, "paged_attention: head dims must be contiguous");
-  TORCH_CHECK(tables.scalar_type() == at::kInt && tables.dim() == 2 && (tables.size(1) <= 1 || tables.stride(1) == 1), "paged_attention: expected int32 tables [S, B]");
-  TORCH_CHECK(num_visible.numel() == rows && position.size(-1) == rows, "paged_attention: expected ", rows, " rows in the batch");
+  TORCH_CHECK(tables.scalar_type() == at::kInt && tables.dim() == 2 && (tables.size(1) <= 1 || tables.stride(1) == 1),
+              "paged_attention: expected int32 tables [S, B]");
+  TORCH_CHECK(num_visible.numel() == rows && position.size(-1) == rows, "paged_attention: expected ", rows,
+              " rows in the batch");
   const int64_t num_seqs = row_starts.numel() - 1, group = heads / kv_heads, width = motet::padded_dim(dim);
   TORCH_CHECK(tables.size(0) >= num_seqs, "paged_attention: ", num_seqs, " sequences, tables ", tables.sizes());
 
   Attention a{};
   a.q = bytes(q), a.q_row = q.stride(0), a.q_head = q.stride(1), a.q_type = type_of(q);
-  a.kv = bytes(kv), a.kv_block = kv.stride(0), a.kv_part = kv.stride(1), a.kv_head = kv.stride(2), a.kv_token = kv.stride(3);
+  a.kv = bytes(kv), a.kv_block = kv.stride(0), a.kv_part = kv.stride(1), a.kv_head = kv.stride(2),
+  a.kv_token = kv.stride(3);
   a.kv_type = type_of(kv);
   a.tables = tables.const_data_ptr<int32_t>(), a.table_stride = tables.stride(0);
   a.position = position.const_data_ptr<int64_t>();  // of [3, R] the first axis
@@ -146,7 +153,8 @@ std::tuple<Tensor, Tensor> paged_attention(
             high = std::max(high, first + 64 - __builtin_clzll(bits));
           }
       }
-      TORCH_CHECK(high <= capacity && low >= 0, "paged_attention: a row sees kv index ", high - 1, ", its table holds ", capacity);
+      TORCH_CHECK(high <= capacity && low >= 0, "paged_attention: a row sees kv index ", high - 1, ", its table holds ",
+                  capacity);
       low = low / 16 * 16;  // vectors of kv indices start at the same places whatever the tile
       int64_t first = low / kChunk, chunks = high > low ? (high - 1) / kChunk - first + 1 : 0;
       for (int64_t head = 0; head < kv_heads; ++head) {
@@ -179,7 +187,8 @@ std::tuple<Tensor, Tensor> paged_attention(
         factor = total > 0 ? std::exp(top[i] - peak) : 0.0f;
         total = total * factor + std::exp(sink_values[head] - peak);
       }
-      cpu.finish(a.q_type, dim, mix + i * width, total > 0 ? factor / total : 0.0f, outs + (row * heads + head) * dim * out_size);
+      cpu.finish(a.q_type, dim, mix + i * width, total > 0 ? factor / total : 0.0f,
+                 outs + (row * heads + head) * dim * out_size);
       if (lses) lses[row * heads + head] = total > 0 ? peak + std::log(total) : -INFINITY;
     }
   };
@@ -198,14 +207,17 @@ std::tuple<Tensor, Tensor> paged_attention(
   const bool parallel = cost > 400000;  // multiplications; about 20 us of one core
   if (parallel && num_tiles < 3 * at::get_num_threads() && (int64_t)items.size() > num_tiles) {
     // Few sequences: threads share the chunks. The mergers below are the ones a single thread would make.
-    const int64_t size = results_size(*std::max_element(tiles.begin(), tiles.end(), [&](const Tile& x, const Tile& y) { return results_size(x) < results_size(y); }));
+    const int64_t size = results_size(*std::max_element(
+        tiles.begin(), tiles.end(), [&](const Tile& x, const Tile& y) { return results_size(x) < results_size(y); }));
     std::vector<float> results(items.size() * size);
-    share(items.size(), true, [&](int64_t i) { attend(tiles[items[i].first], items[i].second, results.data() + i * size); });
+    share(items.size(), true,
+          [&](int64_t i) { attend(tiles[items[i].first], items[i].second, results.data() + i * size); });
     share(num_tiles, true, [&](int64_t i) {
       const Tile& tile = tiles[i];
       float* result = tile.num_chunks ? results.data() + tile.item * size : scratch(1, size);
       if (!tile.num_chunks) clear(tile, result);
-      for (int64_t chunk = 1; chunk < tile.num_chunks; ++chunk) merge(tile, result, results.data() + (tile.item + chunk) * size);
+      for (int64_t chunk = 1; chunk < tile.num_chunks; ++chunk)
+        merge(tile, result, results.data() + (tile.item + chunk) * size);
       finish(tile, result);
     });
   } else {
@@ -213,8 +225,10 @@ std::tuple<Tensor, Tensor> paged_attention(
       const Tile& tile = tiles[num_tiles - 1 - i];  // of a prompt the last rows see most: long work first
       const int64_t size = results_size(tile);
       float* result = scratch(1, 2 * size);
-      if (tile.num_chunks) attend(tile, 0, result);
-      else clear(tile, result);
+      if (tile.num_chunks)
+        attend(tile, 0, result);
+      else
+        clear(tile, result);
       for (int64_t chunk = 1; chunk < tile.num_chunks; ++chunk) {
         attend(tile, chunk, result + size);
         merge(tile, result, result + size);
@@ -232,12 +246,19 @@ struct Cache {
   int64_t block, part, head, token, num_tokens, num_slots;
   Type type;
   explicit Cache(const Tensor& kv)
-      : data(mutable_bytes(kv)), block(kv.stride(0)), part(kv.stride(1)), head(kv.stride(2)), token(kv.stride(3)),
-        num_tokens(kv.size(3)), num_slots(kv.size(0) * kv.size(3)), type(type_of(kv)) {
+      : data(mutable_bytes(kv)),
+        block(kv.stride(0)),
+        part(kv.stride(1)),
+        head(kv.stride(2)),
+        token(kv.stride(3)),
+        num_tokens(kv.size(3)),
+        num_slots(kv.size(0) * kv.size(3)),
+        type(type_of(kv)) {
     TORCH_CHECK(kv.dim() == 5 && kv.stride(4) == 1, "expected kv [N, 2, K, T, D] with contiguous D");
   }
   char* at(int64_t slot, int64_t which, int64_t kv_head) const {
-    return data + (slot / num_tokens * block + which * part + kv_head * head + slot % num_tokens * token) * size_of(type);
+    return data +
+           (slot / num_tokens * block + which * part + kv_head * head + slot % num_tokens * token) * size_of(type);
   }
 };
 
@@ -246,8 +267,13 @@ struct Rows {  // [R, H, D] with contiguous D
   int64_t row, head, num_rows, num_heads, dim, size;
   Type type;
   explicit Rows(const Tensor& x)
-      : data(const_cast<char*>(bytes(x))), row(x.stride(0)), head(x.stride(1)), num_rows(x.size(0)), num_heads(x.size(1)),
-        dim(x.size(2)), type(type_of(x)) {
+      : data(const_cast<char*>(bytes(x))),
+        row(x.stride(0)),
+        head(x.stride(1)),
+        num_rows(x.size(0)),
+        num_heads(x.size(1)),
+        dim(x.size(2)),
+        type(type_of(x)) {
     TORCH_CHECK(x.stride(2) == 1, "expected a contiguous last dimension");
     size = size_of(type);
   }
@@ -258,7 +284,9 @@ void store_kv(const Tensor& k, const Tensor& v, const Tensor& kv, const Tensor& 
   const Rows keys(k), values(v);
   const Cache cache(kv);
   const int64_t* slot = slots.const_data_ptr<int64_t>();
-  TORCH_CHECK(slots.numel() == keys.num_rows && values.num_rows == keys.num_rows && kv.size(2) == keys.num_heads && kv.size(4) == keys.dim, "store_kv: k ", k.sizes(), ", v ", v.sizes(), ", kv ", kv.sizes());
+  TORCH_CHECK(slots.numel() == keys.num_rows && values.num_rows == keys.num_rows && kv.size(2) == keys.num_heads &&
+                  kv.size(4) == keys.dim,
+              "store_kv: k ", k.sizes(), ", v ", v.sizes(), ", kv ", kv.sizes());
   share_rows(keys.num_rows, k.numel() * 2, [&](int64_t row) {
     if (slot[row] < 0) return;
     TORCH_CHECK(slot[row] < cache.num_slots, "store_kv: slot ", slot[row], " of ", cache.num_slots);
@@ -272,8 +300,11 @@ void store_kv(const Tensor& k, const Tensor& v, const Tensor& kv, const Tensor& 
 struct Turn {  // cos, sin [R, half] fp32
   const float *cos, *sin;
   int64_t half;
-  Turn(const Tensor& c, const Tensor& s, int64_t rows, int64_t dim) : cos(c.const_data_ptr<float>()), sin(s.const_data_ptr<float>()), half(c.size(1)) {
-    TORCH_CHECK(c.is_contiguous() && s.is_contiguous() && c.sizes() == s.sizes() && c.size(0) == rows && 2 * half <= dim, "rotary: cos ", c.sizes(), ", sin ", s.sizes(), " for ", rows, " rows of dim ", dim);
+  Turn(const Tensor& c, const Tensor& s, int64_t rows, int64_t dim)
+      : cos(c.const_data_ptr<float>()), sin(s.const_data_ptr<float>()), half(c.size(1)) {
+    TORCH_CHECK(
+        c.is_contiguous() && s.is_contiguous() && c.sizes() == s.sizes() && c.size(0) == rows && 2 * half <= dim,
+        "rotary: cos ", c.sizes(), ", sin ", s.sizes(), " for ", rows, " rows of dim ", dim);
   }
 };
 
@@ -284,24 +315,31 @@ void rotate(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& s
   share_rows(queries.num_rows, q.numel() + k.numel(), [&](int64_t row) {
     for (const Rows* x : {&queries, &keys})
       for (int64_t head = 0; head < x->num_heads; ++head)
-        table().rotate(x->type, x->type, x->dim, turn.half, x->at(row, head), turn.cos + row * turn.half, turn.sin + row * turn.half, interleaved, x->at(row, head));
+        table().rotate(x->type, x->type, x->dim, turn.half, x->at(row, head), turn.cos + row * turn.half,
+                       turn.sin + row * turn.half, interleaved, x->at(row, head));
   });
 }
 
-void rotate_store_kv(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin, const Tensor& kv, const Tensor& slots, bool interleaved) {
+void rotate_store_kv(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin,
+                     const Tensor& kv, const Tensor& slots, bool interleaved) {
   const Rows queries(q), keys(k), values(v);
   const Cache cache(kv);
   const Turn turn(cos, sin, queries.num_rows, queries.dim);
   const int64_t* slot = slots.const_data_ptr<int64_t>();
-  TORCH_CHECK(slots.numel() == keys.num_rows && queries.num_rows == keys.num_rows && queries.dim == keys.dim && values.num_rows == keys.num_rows && values.num_heads == keys.num_heads && kv.size(2) == keys.num_heads && kv.size(4) == keys.dim, "rotary_store_kv: q ", q.sizes(), ", k ", k.sizes(), ", v ", v.sizes(), ", kv ", kv.sizes());
+  TORCH_CHECK(slots.numel() == keys.num_rows && queries.num_rows == keys.num_rows && queries.dim == keys.dim &&
+                  values.num_rows == keys.num_rows && values.num_heads == keys.num_heads &&
+                  kv.size(2) == keys.num_heads && kv.size(4) == keys.dim,
+              "rotary_store_kv: q ", q.sizes(), ", k ", k.sizes(), ", v ", v.sizes(), ", kv ", kv.sizes());
   share_rows(keys.num_rows, q.numel() + 2 * k.numel(), [&](int64_t row) {
     const float *c = turn.cos + row * turn.half, *s = turn.sin + row * turn.half;
     for (int64_t head = 0; head < queries.num_heads; ++head)
-      table().rotate(queries.type, queries.type, queries.dim, turn.half, queries.at(row, head), c, s, interleaved, queries.at(row, head));
+      table().rotate(queries.type, queries.type, queries.dim, turn.half, queries.at(row, head), c, s, interleaved,
+                     queries.at(row, head));
     if (slot[row] < 0) return;
     TORCH_CHECK(slot[row] < cache.num_slots, "rotary_store_kv: slot ", slot[row], " of ", cache.num_slots);
     for (int64_t head = 0; head < keys.num_heads; ++head) {
-      table().rotate(keys.type, cache.type, keys.dim, turn.half, keys.at(row, head), c, s, interleaved, cache.at(slot[row], 0, head));
+      table().rotate(keys.type, cache.type, keys.dim, turn.half, keys.at(row, head), c, s, interleaved,
+                     cache.at(slot[row], 0, head));
       table().convert(values.type, cache.type, keys.dim, values.at(row, head), cache.at(slot[row], 1, head));
     }
   });
@@ -313,7 +351,8 @@ struct Strided {  // [.., E] of two or three dimensions as rows
   int64_t outer, inner, outer_stride, inner_stride;
   explicit Strided(const Tensor& x) {
     const int64_t dims = x.dim();
-    TORCH_CHECK((dims == 2 || dims == 3) && x.stride(-1) == 1, "expected [R, E] or [R, H, E] with contiguous E, got ", x.sizes());
+    TORCH_CHECK((dims == 2 || dims == 3) && x.stride(-1) == 1, "expected [R, E] or [R, H, E] with contiguous E, got ",
+                x.sizes());
     outer = x.size(0), outer_stride = x.stride(0);
     inner = dims == 3 ? x.size(1) : 1, inner_stride = dims == 3 ? x.stride(1) : 0;
   }
@@ -325,24 +364,34 @@ Tensor norm(const Tensor& x, const Tensor* residual, const Tensor& weight, doubl
   const Strided from(x);
   const Type type = type_of(x), weight_type = type_of(weight);
   const int64_t features = x.size(-1), size = size_of(type);
-  TORCH_CHECK(weight.numel() == features && weight.is_contiguous(), "rms_norm: weight ", weight.sizes(), " for ", features, " features");
+  TORCH_CHECK(weight.numel() == features && weight.is_contiguous(), "rms_norm: weight ", weight.sizes(), " for ",
+              features, " features");
   Tensor out = at::empty(x.sizes(), x.options());
   char *to = mutable_bytes(out), *sums = nullptr;
   int64_t sums_stride = 0;
   if (residual) {
-    TORCH_CHECK(x.dim() == 2 && residual->sizes() == x.sizes() && residual->scalar_type() == x.scalar_type() && residual->stride(1) == 1, "rms_norm_residual: x ", x.sizes(), ", residual ", residual->sizes());
+    TORCH_CHECK(x.dim() == 2 && residual->sizes() == x.sizes() && residual->scalar_type() == x.scalar_type() &&
+                    residual->stride(1) == 1,
+                "rms_norm_residual: x ", x.sizes(), ", residual ", residual->sizes());
     sums = mutable_bytes(*residual), sums_stride = residual->stride(0);
   }
   share_rows(from.rows(), x.numel(), [&](int64_t row) {
-    table().rms_norm(type, weight_type, features, bytes(x) + from.offset(row) * size, sums ? sums + row * sums_stride * size : nullptr, bytes(weight), (float)eps, (float)offset, to + row * features * size);
+    table().rms_norm(type, weight_type, features, bytes(x) + from.offset(row) * size,
+                     sums ? sums + row * sums_stride * size : nullptr, bytes(weight), (float)eps, (float)offset,
+                     to + row * features * size);
   });
   return out;
 }
-Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, double offset) { return norm(x, nullptr, weight, eps, offset); }
-Tensor rms_norm_residual(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps, double offset) { return norm(x, &residual, weight, eps, offset); }
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, double offset) {
+  return norm(x, nullptr, weight, eps, offset);
+}
+Tensor rms_norm_residual(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps, double offset) {
+  return norm(x, &residual, weight, eps, offset);
+}
 
 Tensor gated(const Tensor& gate_up, int64_t kind) {
-  TORCH_CHECK(gate_up.dim() == 2 && gate_up.stride(1) == 1 && gate_up.size(1) % 2 == 0, "gated: expected [R, 2F], got ", gate_up.sizes());
+  TORCH_CHECK(gate_up.dim() == 2 && gate_up.stride(1) == 1 && gate_up.size(1) % 2 == 0, "gated: expected [R, 2F], got ",
+              gate_up.sizes());
   const Type type = type_of(gate_up);
   const int64_t rows = gate_up.size(0), features = gate_up.size(1) / 2, size = size_of(type);
   Tensor out = at::empty({rows, features}, gate_up.options());
@@ -363,11 +412,13 @@ uint32_t mix(uint32_t x) {
 }
 
 Tensor argmax(const Tensor& logits) {
-  TORCH_CHECK(logits.dim() == 2 && logits.stride(1) == 1 && logits.size(1) > 0 && logits.scalar_type() == at::kFloat, "argmax: expected fp32 [N, V]");
+  TORCH_CHECK(logits.dim() == 2 && logits.stride(1) == 1 && logits.size(1) > 0 && logits.scalar_type() == at::kFloat,
+              "argmax: expected fp32 [N, V]");
   Tensor ids = at::empty({logits.size(0)}, logits.options().dtype(at::kLong));
   const float* from = logits.const_data_ptr<float>();
   int64_t* to = ids.mutable_data_ptr<int64_t>();
-  share_rows(logits.size(0), logits.numel(), [&](int64_t row) { to[row] = table().argmax(from + row * logits.stride(0), logits.size(1), nullptr); });
+  share_rows(logits.size(0), logits.numel(),
+             [&](int64_t row) { to[row] = table().argmax(from + row * logits.stride(0), logits.size(1), nullptr); });
   return ids;
 }
 
@@ -396,7 +447,9 @@ void kept_ids(const float* x, int64_t vocab, const Filters& f, std::vector<uint3
     const bool past_floor = everything || -reach <= floor;
     if (by_rank && (int64_t)ids.size() < f.top_k && !past_floor) continue;
     if (!by_rank && f.min_p > 0 && !past_floor) continue;
-    if (f.min_p > 0) ids.erase(std::remove_if(ids.begin(), ids.end(), [&](uint32_t id) { return !(std::exp(depth(id)) >= f.min_p); }), ids.end());
+    if (f.min_p > 0)
+      ids.erase(std::remove_if(ids.begin(), ids.end(), [&](uint32_t id) { return !(std::exp(depth(id)) >= f.min_p); }),
+                ids.end());
     if (by_rank && (int64_t)ids.size() > f.top_k) {
       std::nth_element(ids.begin(), ids.begin() + f.top_k - 1, ids.end(), better);
       ids.resize(f.top_k);
@@ -406,15 +459,18 @@ void kept_ids(const float* x, int64_t vocab, const Filters& f, std::vector<uint3
     if (total == 0)
       for (uint32_t id : ids) total += std::exp(depth(id));
     const double wanted = (double)f.top_p * total;
-    // Halve towards the id at which the mass is reached: everything before `low` is kept, everything from `high` on is not.
+    // Halve towards the id at which the mass is reached: everything before `low` is kept, everything from `high` on is
+    // not.
     size_t low = 0, high = ids.size();
     while (high - low > 32) {
       const size_t middle = (low + high) / 2;
       std::nth_element(ids.begin() + low, ids.begin() + middle, ids.begin() + high, better);
       double mass = before;
       for (size_t i = low; i < middle; ++i) mass += std::exp(depth(ids[i]));
-      if (mass >= wanted) high = middle;
-      else before = mass, low = middle;
+      if (mass >= wanted)
+        high = middle;
+      else
+        before = mass, low = middle;
     }
     std::sort(ids.begin() + low, ids.begin() + high, better);
     size_t kept = low;
@@ -425,15 +481,20 @@ void kept_ids(const float* x, int64_t vocab, const Filters& f, std::vector<uint3
   }
 }
 
-Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p, const Tensor& min_p, const Tensor& seed, const Tensor& position, int64_t head) {
-  TORCH_CHECK(logits.dim() == 2 && logits.stride(1) == 1 && logits.size(1) > 0 && logits.scalar_type() == at::kFloat, "sample: expected fp32 [N, V]");
+Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
+              const Tensor& min_p, const Tensor& seed, const Tensor& position, int64_t head) {
+  TORCH_CHECK(logits.dim() == 2 && logits.stride(1) == 1 && logits.size(1) > 0 && logits.scalar_type() == at::kFloat,
+              "sample: expected fp32 [N, V]");
   const int64_t rows = logits.size(0), vocab = logits.size(1);
   for (const Tensor* x : {&temperature, &top_k, &top_p, &min_p, &seed, &position})
-    TORCH_CHECK(x->is_contiguous() && x->numel() == rows, "sample: expected ", rows, " entries per setting, got ", x->sizes());
+    TORCH_CHECK(x->is_contiguous() && x->numel() == rows, "sample: expected ", rows, " entries per setting, got ",
+                x->sizes());
   Tensor ids = at::empty({rows}, logits.options().dtype(at::kLong));
   int64_t* to = ids.mutable_data_ptr<int64_t>();
-  const float *heat = temperature.const_data_ptr<float>(), *p = top_p.const_data_ptr<float>(), *least = min_p.const_data_ptr<float>();
-  const int64_t *k = top_k.const_data_ptr<int64_t>(), *seeds = seed.const_data_ptr<int64_t>(), *positions = position.const_data_ptr<int64_t>();
+  const float *heat = temperature.const_data_ptr<float>(), *p = top_p.const_data_ptr<float>(),
+              *least = min_p.const_data_ptr<float>();
+  const int64_t *k = top_k.const_data_ptr<int64_t>(), *seeds = seed.const_data_ptr<int64_t>(),
+                *positions = position.const_data_ptr<int64_t>();
   share(rows, logits.numel() > 16384, [&](int64_t row) {
     const float* x = logits.const_data_ptr<float>() + row * logits.stride(0);
     if (!(heat[row] > 0)) {
@@ -454,7 +515,9 @@ Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top
     std::sort(kept.begin(), kept.end());  // equal scores give the lower id
     values.resize(kept.size());
     for (size_t i = 0; i < kept.size(); ++i) values[i] = x[kept[i]];
-    to[row] = kept.empty() ? table().argmax(x, vocab, nullptr) : kept[table().noisy_argmax(values.data(), kept.data(), kept.size(), heat[row], first, second)];
+    to[row] = kept.empty()
+                  ? table().argmax(x, vocab, nullptr)
+                  : kept[table().noisy_argmax(values.data(), kept.data(), kept.size(), heat[row], first, second)];
   });
   return ids;
 }
@@ -474,15 +537,22 @@ bool use_instruction_set(const std::string& name) {
 }  // namespace
 
 TORCH_LIBRARY(motet_cpu, m) {
-  m.def("paged_attention(Tensor q, Tensor kv, Tensor tables, Tensor position, Tensor num_visible, Tensor row_starts, Tensor? ancestors, Tensor? tree_starts, Tensor? sinks, float scale, int window, float soft_cap, bool want_lse) -> (Tensor, Tensor)");
+  m.def(
+      "paged_attention(Tensor q, Tensor kv, Tensor tables, Tensor position, Tensor num_visible, Tensor row_starts, "
+      "Tensor? ancestors, Tensor? tree_starts, Tensor? sinks, float scale, int window, float soft_cap, bool want_lse) "
+      "-> (Tensor, Tensor)");
   m.def("store_kv(Tensor k, Tensor v, Tensor(a!) kv, Tensor slots) -> ()");
   m.def("rotate(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin, bool interleaved) -> ()");
-  m.def("rotate_store_kv(Tensor(a!) q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(b!) kv, Tensor slots, bool interleaved) -> ()");
+  m.def(
+      "rotate_store_kv(Tensor(a!) q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(b!) kv, Tensor slots, bool "
+      "interleaved) -> ()");
   m.def("rms_norm(Tensor x, Tensor weight, float eps, float offset) -> Tensor");
   m.def("rms_norm_residual(Tensor x, Tensor(a!) residual, Tensor weight, float eps, float offset) -> Tensor");
   m.def("gated(Tensor gate_up, int kind) -> Tensor");
   m.def("argmax(Tensor logits) -> Tensor");
-  m.def("sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, Tensor position, int head) -> Tensor");
+  m.def(
+      "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, Tensor "
+      "position, int head) -> Tensor");
   m.def("instruction_set() -> str", &instruction_set);
   m.def("use_instruction_set(str name) -> bool", [](std::string name) { return use_instruction_set(name); });
 }

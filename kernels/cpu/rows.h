@@ -1,4 +1,5 @@
-// Row-wise kernels: norm, gated activations, rotation, argmax and seeded noise. A row's numbers depend on the row alone.
+// Row-wise kernels: norm, gated activations, rotation, argmax and seeded noise. A row's numbers depend on the row
+// alone.
 #pragma once
 
 #include "kernels.h"
@@ -40,13 +41,15 @@ void rms_norm_typed(int64_t features, const X* x, X* residual, const G* weight, 
 }
 
 template <class X>
-void rms_norm_rows(Type weight_type, int64_t features, const void* x, void* residual, const void* weight, float eps, float offset, void* out) {
+void rms_norm_rows(Type weight_type, int64_t features, const void* x, void* residual, const void* weight, float eps,
+                   float offset, void* out) {
   if (weight_type == Type::bf16)
     rms_norm_typed(features, (const X*)x, (X*)residual, (const bf16*)weight, eps, offset, (X*)out);
   else
     rms_norm_typed(features, (const X*)x, (X*)residual, (const float*)weight, eps, offset, (X*)out);
 }
-void rms_norm(Type type, Type weight_type, int64_t features, const void* x, void* residual, const void* weight, float eps, float offset, void* out) {
+void rms_norm(Type type, Type weight_type, int64_t features, const void* x, void* residual, const void* weight,
+              float eps, float offset, void* out) {
   auto run = type == Type::bf16 ? rms_norm_rows<bf16> : rms_norm_rows<float>;
   run(weight_type, features, x, residual, weight, eps, offset, out);
 }
@@ -54,8 +57,10 @@ void rms_norm(Type type, Type weight_type, int64_t features, const void* x, void
 // ----------------------------------------------------------------------------------------------------------- gated
 
 inline vf activate(vf x, int kind) {
-  if (kind == 1) x = 1.5957691216057308f * (x + 0.044715f * x * x * x), x = 1.0f / (1.0f + exp_lanes(-x));
-  else x = 1.0f / (1.0f + exp_lanes(-x));
+  if (kind == 1)
+    x = 1.5957691216057308f * (x + 0.044715f * x * x * x), x = 1.0f / (1.0f + exp_lanes(-x));
+  else
+    x = 1.0f / (1.0f + exp_lanes(-x));
   return x;
 }
 
@@ -111,19 +116,27 @@ void rotate_typed(int64_t dim, int64_t half, const X* x, const float* cos, const
   if ((const void*)x != (const void*)y) convert_typed(dim - 2 * half, x + 2 * half, y + 2 * half);
 }
 
-void rotate(Type type, Type out_type, int64_t dim, int64_t half, const void* x, const float* cos, const float* sin, bool interleaved, void* y) {
+void rotate(Type type, Type out_type, int64_t dim, int64_t half, const void* x, const float* cos, const float* sin,
+            bool interleaved, void* y) {
   if (type == Type::bf16) {
-    if (out_type == Type::bf16) rotate_typed(dim, half, (const bf16*)x, cos, sin, interleaved, (bf16*)y);
-    else rotate_typed(dim, half, (const bf16*)x, cos, sin, interleaved, (float*)y);
+    if (out_type == Type::bf16)
+      rotate_typed(dim, half, (const bf16*)x, cos, sin, interleaved, (bf16*)y);
+    else
+      rotate_typed(dim, half, (const bf16*)x, cos, sin, interleaved, (float*)y);
   } else {
-    if (out_type == Type::bf16) rotate_typed(dim, half, (const float*)x, cos, sin, interleaved, (bf16*)y);
-    else rotate_typed(dim, half, (const float*)x, cos, sin, interleaved, (float*)y);
+    if (out_type == Type::bf16)
+      rotate_typed(dim, half, (const float*)x, cos, sin, interleaved, (bf16*)y);
+    else
+      rotate_typed(dim, half, (const float*)x, cos, sin, interleaved, (float*)y);
   }
 }
 void convert(Type type, Type out_type, int64_t n, const void* x, void* y) {
-  if (type == out_type) memcpy(y, x, n * (type == Type::bf16 ? 2 : 4));
-  else if (type == Type::bf16) convert_typed(n, (const bf16*)x, (float*)y);
-  else convert_typed(n, (const float*)x, (bf16*)y);
+  if (type == out_type)
+    memcpy(y, x, n * (type == Type::bf16 ? 2 : 4));
+  else if (type == Type::bf16)
+    convert_typed(n, (const bf16*)x, (float*)y);
+  else
+    convert_typed(n, (const float*)x, (bf16*)y);
 }
 
 // -------------------------------------------------------------------------------------------------------- sampling

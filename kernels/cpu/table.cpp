@@ -5,7 +5,8 @@
 namespace motet {
 
 const Table* MOTET_TABLE() {
-  static const Table table = {MOTET_NAME, attend, merge, finish, rms_norm, gated, rotate, convert, argmax, noisy_argmax, sum_exp, at_least};
+  static const Table table = {MOTET_NAME, attend,  merge,  finish,       rms_norm, gated,
+                              rotate,     convert, argmax, noisy_argmax, sum_exp,  at_least};
   return &table;
 }
 

@@ -1,7 +1,8 @@
 // Vectors of W fp32 lanes on GCC/Clang vector extensions, and the few functions the kernels need of them.
 //
 // Included by rows.cpp and attend.cpp, which are compiled once per instruction set; everything sits in an unnamed
-// namespace so that the linker never mixes code of two instruction sets. No standard templates here for the same reason.
+// namespace so that the linker never mixes code of two instruction sets. No standard templates here for the same
+// reason.
 #pragma once
 
 #include <cstdint>
@@ -147,7 +148,9 @@ inline vf log_lanes(vf x) {
 
 inline vf tanh_lanes(vf x) {
   vf square = x * x;
-  vf small = x + x * square * (-3.33333333e-1f + square * (1.33333333e-1f + square * (-5.39682540e-2f + square * 2.18694885e-2f)));
+  vf small =
+      x +
+      x * square * (-3.33333333e-1f + square * (1.33333333e-1f + square * (-5.39682540e-2f + square * 2.18694885e-2f)));
   vf large = 1.0f - 2.0f / (exp_lanes(2.0f * x) + 1.0f);
   return pick((vi)(square < splat(0.0625f)), small, large);
 }

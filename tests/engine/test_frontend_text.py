@@ -289,11 +289,11 @@ def test_echo_and_prompt_logprobs() -> None:
     def script(request: Request) -> list[AnyEvent]:
         scored = None if request.params.prompt_logprobs is None else [None, *(logprob(i) for i in request.prompt[1:])]
         return [
-            tokens(request, [100], prompt_logprobs=scored, num_cached_tokens=0),
+            tokens(request, [], prompt_logprobs=scored, num_cached_tokens=0),
             Done(
                 request_id=request.request_id,
                 finish_reason="length",
-                usage=Usage(num_prompt_tokens=len(request.prompt), num_output_tokens=1),
+                usage=Usage(num_prompt_tokens=len(request.prompt), num_output_tokens=0),
             ),
         ]
 
@@ -312,10 +312,10 @@ def test_echo_and_prompt_logprobs() -> None:
     assert isinstance(info, PromptInfo) and info.text == "The cat" and info.prompt_logprobs is not None
     assert info.prompt_logprobs[0] is None
     assert [entry.token_id for entry in info.prompt_logprobs[1:] if entry] == info.token_ids[1:]
-    assert not ids_of(events) and not ids_of(events, 1)  # max_tokens 0: the engine's one token is not shown
+    assert not ids_of(events) and not ids_of(events, 1)
     assert all(event.usage.num_output_tokens == 0 for event in events if isinstance(event, TextDone))
     assert [child.params.prompt_logprobs for child in client.submitted] == [0, None]
-    assert all(child.params.max_tokens == 1 for child in client.submitted)
+    assert all(child.params.max_tokens == 0 for child in client.submitted)
 
 
 def test_token_ids_are_taken_as_they_are() -> None:
@@ -337,11 +337,11 @@ def test_truncation_keeps_the_end() -> None:
 
 def test_lengths_are_refused_with_the_numbers() -> None:
     ids = list(range(20, 84))
-    refused(TextRequest(model="m", prompt=ids), ContextLengthExceeded, "64 tokens; the prompt has 64")
+    refused(TextRequest(model="m", prompt=ids), ContextLengthExceeded, "the prompt has 64 tokens; this model's context is 64")
     refused(
         TextRequest(model="m", prompt=ids[:60], params=SamplingParams(max_tokens=5)),
         ContextLengthExceeded,
-        "60 and max_tokens is 5, together 65",
+        r"at most 4 \(context 64 minus prompt 60\), got 5",
     )
     refused(TextRequest(model="m", prompt="word " * 100_000), ContextLengthExceeded, "characters")
     refused(

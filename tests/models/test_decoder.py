@@ -205,6 +205,9 @@ def test_a_wrong_shape_is_named() -> None:
     {"hidden_act": "relu6"},
     {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}},
     {"hidden_size": None},
+    {"num_attention_heads": 0},
+    {"rope_parameters": ["default"]},
+    {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
     {"num_hidden_layers": "many"},
 ])
 def test_unusable_configs_are_load_errors(wrong: dict[str, Any]) -> None:

@@ -78,9 +78,12 @@ def run_openai(folder: Path, url: str) -> bool:
 
 
 def run_schemathesis(folder: Path, url: str) -> bool:
-    """Requests from /openapi.json, valid and broken: no 5xx, no broken one accepted, answers as documented."""
+    """Requests from /openapi.json, valid and broken: no 5xx, no broken one accepted, answers as documented.
+
+    One worker: two parse Python at once in the fuzzer, which CPython 3.11 answers with "recursion depth mismatch".
+    """
     command = [str(folder / "bin/schemathesis"), "run", f"{url}/openapi.json", "--checks", CHECKS]
-    command += ["--phases", "examples,coverage,fuzzing", "--max-examples", "25", "--seed", "1", "--workers", "2"]
+    command += ["--phases", "examples,coverage,fuzzing", "--max-examples", "25", "--seed", "1", "--workers", "1"]
     command += ["--request-timeout", "120", "--generation-database", "none", "--no-shrink", "--continue-on-failure"]
     return subprocess.run(command, cwd=folder, timeout=600).returncode == 0
 
