@@ -25,6 +25,10 @@ TABLE: dict[tuple[str, str], tuple[Verdict, str]] = {
     ("int4", "tensor_parallel"): ("works", "slices are aligned to groups"),
     ("window_layers", "prefix_caching"): ("works", "a hit must hold on every KV group"),
     ("deterministic", "cuda"): ("refused", "no batch-invariant kernels on CUDA yet"),
+    ("deterministic", "bfloat16"): ("refused", "row-invariant multiplication exists for float32 only"),
+    ("deterministic", "float16"): ("refused", "row-invariant multiplication exists for float32 only"),
+    ("deterministic", "int8"): ("refused", "row-invariant multiplication exists for float32 only"),
+    ("deterministic", "int4"): ("refused", "row-invariant multiplication exists for float32 only"),
     ("float16", "cpu"): ("refused", "CPUs here multiply float16 slower than float32: use bfloat16 or float32"),
 }
 
@@ -44,6 +48,7 @@ def techniques(config: EngineConfig) -> set[str]:
         "deterministic": config.deterministic,
         "int8": config.quantize == "int8",
         "int4": config.quantize == "int4",
+        "bfloat16": config.dtype == "bfloat16",
         "float16": config.dtype == "float16",
         "cuda": config.device.startswith("cuda"),
         "cpu": config.device == "cpu",

@@ -163,6 +163,7 @@ def load_runner(
         device=device,
         weights="keep" if keeps else "dequantize",
         quantize=config.quantize or None,
+        invariant=config.deterministic,
     )
     report("cache")
     specs = model.kv_specs()

@@ -20,7 +20,7 @@ What it does not know: names, files, models. Errors are `ValueError` that say wh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from . import dispatch
 
 Format = Literal["fp32", "bf16", "fp16", "q4_0", "q4_1", "q8_0", "int8", "int4"]
-Layout = Literal["plain", "rows16", "int4pack", "int8pack"]
+Layout = Literal["plain", "rows16", "int4pack", "int8pack", "tiles"]
 
 FLOAT_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FLOAT_FORMATS: dict[torch.dtype, Format] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -217,13 +217,18 @@ def dequantize(w: LinearWeight, dtype: torch.dtype) -> Tensor:
 # ----------------------------------------------------------------------------------------------------------- the door
 
 
-def prepare(w: LinearWeight, dtype: torch.dtype, device: torch.device | str = "cpu") -> LinearWeight:
+def prepare(w: LinearWeight, dtype: torch.dtype, device: torch.device | str = "cpu", *,
+            invariant: bool = False) -> LinearWeight:
     """The weight as `linear` runs it best for activations of `dtype` on `device`. Once, at load.
 
     bf16 on a CPU keeps quantized weights quantized; every other case dequantizes to `dtype` (fp32 then computes with
-    the exact values of the file).
+    the exact values of the file). `invariant` (fp32 on a CPU only, slower): a row's result never depends on R.
     """
     _need_plain(w)
+    if invariant:
+        if dtype != torch.float32 or torch.device(device).type != "cpu":
+            raise ValueError(f"invariant: expected float32 on a CPU, got {dtype} on {device}")
+        return replace(from_tensor(dequantize(w, dtype).contiguous()), layout="tiles")
     if dtype == torch.bfloat16 and torch.device(device).type == "cpu":
         if _ops() is not None and w.in_features % BLOCK == 0 and (w.is_quantized or _has_bf16_dot()):
             return _to_rows16(w)
@@ -246,9 +251,21 @@ def linear(x: Tensor, w: LinearWeight, bias: Tensor | None = None) -> Tensor:
             multiply = torch.ops.motet_cpu.rows16_linear.default
             y: Tensor = multiply(x, t["quants"], t.get("scale"), t.get("minimum"), bias, bits, zero, w.out_features)
             return y
+    elif layout == "tiles":
+        return _tiled_linear(x, w.tensors["weight"], bias)
     elif layout in ("int4pack", "int8pack") and x.shape[0] <= _TORCH_PACKED_ROWS:
         return _torch_packed_linear(x, w, bias)
     return F.linear(x, dequantize(w, x.dtype), bias)
+
+
+_TILE = 16
+
+
+def _tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [R, in] in tiles of 16 rows, the last one padded: the BLAS then takes one path whatever R is."""
+    num_rows = x.shape[0]
+    padded = F.pad(x, (0, 0, 0, -num_rows % _TILE))
+    return torch.cat([F.linear(tile, weight, bias) for tile in padded.split(_TILE)])[:num_rows]
 
 
 def linear_reference(x: Tensor, w: LinearWeight, bias: Tensor | None = None) -> Tensor:

@@ -44,15 +44,20 @@ class CausalModel(Protocol):
 
 def build_model(config: Mapping[str, Any], source: WeightSource, *, shard: Shard = WHOLE,
                 dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
-                weights: WeightsMode = "keep", quantize: Quantize | None = None) -> CausalModel:
+                weights: WeightsMode = "keep", quantize: Quantize | None = None,
+                invariant: bool = False) -> CausalModel:
     """The model of a `transformers`-style config dict with the weights of `source`, or this shard of it.
 
     weights   "keep": GGUF blocks stay quantized in memory; "dequantize": everything in `dtype`
     quantize  make float matrices int8 or int4 while loading
+    invariant  a row's numbers never depend on the other rows (fp32 on a CPU, our own decoder)
 
     Raises ModelLoadError for an unsupported architecture, unusable config, missing or unexpected weights.
     """
     if config.get("model_type") not in FAMILIES:
+        if invariant:
+            raise ModelLoadError(f"deterministic: not for model type {str(config.get('model_type'))[:40]!r}, which runs on the "
+                                 "transformers backend")
         from .transformers_backend import TransformersModel  # slow to import, and rarely needed
 
         return TransformersModel(config, source, shard=shard, dtype=dtype, device=device)
@@ -62,7 +67,7 @@ def build_model(config: Mapping[str, Any], source: WeightSource, *, shard: Shard
         raise error if isinstance(error, ModelLoadError) else ModelLoadError(f"config: {error}") from None
     check_parameters(source.names(), model.config)
     model.load(WeightReader(source, parameter_shapes(model.config), dtype=dtype, device=device, weights=weights,
-                            quantize=quantize))
+                            quantize=quantize, invariant=invariant))
     return model
 
 

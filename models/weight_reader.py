@@ -47,17 +47,19 @@ class WeightReader:
 
     weights   "keep" leaves quantized matrices quantized, "dequantize" turns them into `dtype`
     quantize  turns float matrices into int8 or int4; the head stays at 8 bits, which costs little and keeps quality
+    invariant  has matrices multiply so that a row's result never depends on how many rows there are
     """
 
     def __init__(self, source: WeightSource, shapes: Shapes, *, dtype: torch.dtype = torch.float32,
                  device: torch.device | str = "cpu", weights: WeightsMode = "keep",
-                 quantize: Quantize | None = None) -> None:
+                 quantize: Quantize | None = None, invariant: bool = False) -> None:
         self.source = source
         self.shapes = shapes
         self.dtype = dtype
         self.device = torch.device(device)
         self.weights = weights
         self.quantize = quantize
+        self.invariant = invariant
         self.num_bytes = 0
 
     def vector(self, name: str, lo: int = 0, hi: int | None = None) -> torch.Tensor:
@@ -83,7 +85,7 @@ class WeightReader:
         stored = [self._stored(part, columns, is_head) for part in parts]
         if len(stored) > 1 and len({(weight.format, weight.group) for weight in stored}) == 1:
             stored = [concat_rows(stored)]
-        prepared = tuple(prepare(weight, self.dtype, self.device) for weight in stored)
+        prepared = tuple(prepare(weight, self.dtype, self.device, invariant=self.invariant) for weight in stored)
         self.num_bytes += sum(weight.num_bytes for weight in prepared)
         return prepared
 

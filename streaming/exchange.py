@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("motet.server")
 
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+_MAX_VALUES = 500_000  # in a JSON body, counted by its commas
 _DRAIN_S = 2.0  # how long an oversize body is read on, only so that the client gets to see the answer
 _FAREWELL_S = 1.0  # for the last words to a client that may not be reading
 T = TypeVar("T")
@@ -173,6 +174,9 @@ class Exchange:
         body = await self.read_body()
         if kind != b"application/json" and not (kind.startswith(b"application/") and kind.endswith(b"+json")):
             raise UnsupportedMediaType(f"expected content-type application/json, got {kind.decode('latin-1')[:80]!r}")
+        if len(body) > _MAX_VALUES and body.count(b",") > _MAX_VALUES:
+            # Decoding so many would hold up everybody's streams; no context is long enough for them anyway.
+            raise RequestTooLarge(f"the body holds more than {_MAX_VALUES} values")
         try:
             return decoder.decode(body)
         except msgspec.ValidationError as error:

@@ -23,7 +23,8 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).resolve().parent
-SOURCES = ("ops.cpp", "linear.cpp", "table.cpp", "attend.h", "rows.h", "vector.h", "kernels.h")
+OPERATORS = ("ops.cpp", "attention.cpp", "linear.cpp")  # compiled once, with torch's headers
+SOURCES = (*OPERATORS, "table.cpp", "ops.h", "attend.h", "rows.h", "vector.h", "kernels.h")
 KERNEL_FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 OPS_FLAGS = ("-O2", "-Wno-psabi", "-Wno-unknown-pragmas")
 COMMON_FLAGS = ("-std=c++20", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-g0")
@@ -105,10 +106,11 @@ def _compile(cxx: str, work: Path, target: Path, verbose: bool) -> None:
     package = Path(torch.__file__).parent
     include = [f"-isystem{package / 'include'}", f"-isystem{package / 'include/torch/csrc/api/include'}"]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
-    commands = [[cxx, *COMMON_FLAGS, *OPS_FLAGS, abi, *include, "-c", str(HERE / "ops.cpp"), "-o", str(work / "ops.o")]]
-    commands.append(
-        [cxx, *COMMON_FLAGS, *KERNEL_FLAGS, abi, *include, "-c", str(HERE / "linear.cpp"), "-o", str(work / "linear.o")]
-    )
+    commands = []
+    for source in OPERATORS:
+        flags = KERNEL_FLAGS if source == "linear.cpp" else OPS_FLAGS  # holds its kernels, chosen by target attributes
+        made = str(work / f"{source}.o")
+        commands.append([cxx, *COMMON_FLAGS, *flags, abi, *include, "-c", str(HERE / source), "-o", made])
     for name, flags in instruction_sets(platform.machine()).items():
         names = (f"-DMOTET_TABLE=table_{name}", f'-DMOTET_NAME="{name}"')
         source, made = str(HERE / "table.cpp"), str(work / f"{name}.o")

@@ -86,7 +86,7 @@ def test_greedy_equals_transformers() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_second_and_third_time_are_equal(dtype: str) -> None:
-    running = tiny.engine(dtype=dtype)
+    running = tiny.engine(dtype=dtype, deterministic=False)
     answers = [tiny.one(running, tiny.request(tiny.prompt(33), max_tokens=40)) for _ in range(3)]
     assert answers[1] == answers[2]
 
@@ -278,9 +278,9 @@ def test_starved_open_request_is_aborted() -> None:
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_quantized_weights_serve(quantize: str) -> None:
-    running = tiny.engine(quantize=quantize)
+    running = tiny.engine(quantize=quantize, deterministic=False)
     answer = tiny.one(running, tiny.request(tiny.prompt(20)))
-    assert answer == tiny.one(tiny.engine(quantize=quantize, max_num_batched_tokens=7), tiny.request(tiny.prompt(20)))
+    assert answer == tiny.one(tiny.engine(quantize=quantize, deterministic=False, max_num_batched_tokens=7), tiny.request(tiny.prompt(20)))
 
 
 def test_refused_configurations() -> None:
@@ -293,3 +293,21 @@ def test_refused_configurations() -> None:
     with pytest.raises(ModelLoadError, match="device"):
         tiny.engine(device="toaster")
     assert SamplingParams().temperature == 1.0
+
+
+def test_deterministic_numbers_do_not_depend_on_the_batch() -> None:
+    """Log probabilities bit for bit: alone, in a batch, in chunks, from the cache."""
+
+    def scores(running: object, items: list[Request]) -> list[list[float]]:
+        by_id = tiny.run(running, items)  # type: ignore[arg-type]
+        return [[row.logprob for e in by_id[item.request_id][:-1] for row in e.logprobs] for item in items]  # type: ignore
+
+    def wanted() -> list[Request]:
+        return [tiny.request(tiny.prompt(5 + 9 * seed, seed), max_tokens=12, logprobs=0) for seed in range(5)]
+
+    together = scores(tiny.engine(max_num_batched_tokens=512), wanted())
+    assert [scores(tiny.engine(), [item])[0] for item in wanted()] == together
+    chunked = tiny.engine(max_num_batched_tokens=7)
+    assert scores(chunked, wanted()) == together
+    assert scores(chunked, wanted()) == together
+    assert chunked.scheduler.counters.num_prefix_hits > 0

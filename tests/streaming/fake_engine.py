@@ -155,6 +155,9 @@ class FakeEngine:
         first: list[TokenLogprob | None] | None = None
         if params.prompt_logprobs is not None:
             first = [None, *(self._logprob(token, params.prompt_logprobs) for token in request.prompt[1:])]
+        if limit == 0 and first is not None:  # only the prompt's scores are wanted
+            yield Tokens(request_id=request_id, seq=0, token_ids=[], prompt_logprobs=first)
+            seq = 1
         while sent < limit and (params.ignore_eos or sent < len(data)):
             await asyncio.sleep(self.step_s)
             if request_id in self._stops:

@@ -189,6 +189,17 @@ def test_the_default_limit_is_32_mib(server: Running) -> None:
     assert post(server.port, CHATS, b"x" * (33 * MIB)).status == 413
 
 
+def test_a_body_of_very_many_values(server: Running) -> None:
+    """Small values by the million would take the decoder, and so everybody's streams, for seconds."""
+    started = time.monotonic()
+    for body in (
+        b'{"metadata":{' + b",".join(b'"%d":1' % i for i in range(600_000)) + b"}}",
+        b'{"messages":[{"role":"user","content":"a","annotations":[' + b"[]," * 600_000 + b"1]}]}",
+    ):
+        assert post(server.port, CHATS, body).error["code"] == "request_too_large"
+    assert time.monotonic() - started < 3
+
+
 def test_slow_and_lying_bodies(start_server: Callable[..., Running]) -> None:
     server = start_server(body_timeout_s=0.3)
     started = time.monotonic()

@@ -1,0 +1,59 @@
+// What the operators share: types, raw bytes, the chosen table, and work shared among torch's threads.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <vector>
+
+#include "kernels.h"
+
+namespace motet {
+const Table& table();  // of the best instruction set that this CPU has
+}
+
+namespace {
+
+using at::Tensor;
+using motet::table;
+using motet::Type;
+
+inline Type type_of(const Tensor& x) {
+  if (x.scalar_type() == at::kFloat) return Type::fp32;
+  TORCH_CHECK(x.scalar_type() == at::kBFloat16, "expected float32 or bfloat16, got ", x.scalar_type());
+  return Type::bf16;
+}
+inline int64_t size_of(Type type) { return type == Type::bf16 ? 2 : 4; }
+inline const char* bytes(const Tensor& x) { return static_cast<const char*>(x.const_data_ptr()); }
+inline char* mutable_bytes(const Tensor& x) { return static_cast<char*>(x.mutable_data_ptr()); }
+
+// Calls work(i) for i in 0..count, each exactly once; threads take the next i when they are free.
+template <class Work>
+void share(int64_t count, bool parallel, const Work& work) {
+  if (!parallel || count == 1 || at::get_num_threads() == 1 || at::in_parallel_region()) {
+    for (int64_t i = 0; i < count; ++i) work(i);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, std::min<int64_t>(count, at::get_num_threads()), 1, [&](int64_t, int64_t) {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(i);
+  });
+}
+
+// Even pieces of rows; `cost` is the work in elements. Waking a sleeping thread costs more than 10 us.
+template <class Work>
+void share_rows(int64_t rows, int64_t cost, const Work& work) {
+  const int64_t grain = 32768;
+  int64_t pieces =
+      std::min<int64_t>(std::min<int64_t>(rows, at::get_num_threads()), std::max<int64_t>(1, cost / grain));
+  share(pieces, pieces > 1, [&](int64_t piece) {
+    for (int64_t row = rows * piece / pieces; row < rows * (piece + 1) / pieces; ++row) work(row);
+  });
+}
+
+}  // namespace
