@@ -116,8 +116,12 @@ class PeerWorker:
                 raise PeerError(self._ended())
             self._buffer += data
         line, self._buffer = self._buffer.split(b"\n", 1)
-        answer = json.loads(line)
-        assert isinstance(answer, dict)
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            raise PeerError(f"the peer said something that is no answer: {line[:200]!r}")
         return answer
 
     def _ended(self) -> str:

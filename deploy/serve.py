@@ -22,10 +22,11 @@ from .config import MotetConfig
 def serve(config: MotetConfig) -> int:
     """Serve until a signal; gives the exit status. Raises MotetError for an unknown model or a taken address."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
-    models = served_models(config.host.models)
-    server = dataclasses.replace(config.server, models=models)
-    # The host refuses every other name, so that no request can name a file or a hub id of its own.
-    host = dataclasses.replace(config.host, models=tuple(model.id for model in models))
+    served = served_models(config.host.models, config.host.served_model_name)
+    server = dataclasses.replace(config.server, models=tuple(served.values()))
+    # The host refuses every other id, so that no request can name a file or a hub id of its own.
+    ids = tuple(model.id for model in served.values())
+    host = dataclasses.replace(config.host, models=tuple(served), served_model_name=ids)
 
     async def start() -> EngineClient:
         tell("starting the engine")
@@ -33,7 +34,7 @@ def serve(config: MotetConfig) -> int:
         client.on_progress = tell_progress
         if host.preload:
             try:
-                for model in host.models:
+                for model in ids:
                     await client.load(model)
             except BaseException:
                 await client.close()
@@ -46,21 +47,24 @@ def serve(config: MotetConfig) -> int:
         raise Unavailable(f"cannot listen on {address(server)}: {error.strerror}", code="address") from error
 
 
-def served_models(names: tuple[str, ...]) -> tuple[ServedModel, ...]:
-    """How `/v1/models` lists the models to serve; without names, every installed one whose weights are here.
+def served_models(names: tuple[str, ...], ids: tuple[str, ...] = ()) -> dict[str, ServedModel]:
+    """Names to load, and how `/v1/models` lists each; without names, every installed one whose weights are here.
 
-    Raises ModelNotFound before anything is started.
+    A file or directory is listed by its last part, never by its path. Raises ModelNotFound before anything is started.
     """
     if names:
-        return tuple(ServedModel(id=name, kind=registry.resolve(name).kind) for name in dict.fromkeys(names))
-    found, missing = [], []
+        resolved = {name: registry.resolve(name) for name in names}
+        chosen = dict(zip(names, ids)) if ids else {name: model.id for name, model in resolved.items()}
+        return {name: ServedModel(id=chosen[name], kind=model.kind) for name, model in resolved.items()}
+    found: dict[str, ServedModel] = {}
+    missing = []
     for spec in registry.installed():
         try:
             spec.locate()
         except ModelNotFound as error:
             missing.append(error)
         else:
-            found.append(ServedModel(id=spec.id, kind=spec.kind))
+            found[spec.id] = ServedModel(id=spec.id, kind=spec.kind)
     if not found:
         raise (
             missing[0]
@@ -69,7 +73,7 @@ def served_models(names: tuple[str, ...]) -> tuple[ServedModel, ...]:
                 "no models are installed: name one (an id, a .gguf file, a directory), or run `make venv`"
             )
         )
-    return tuple(found)
+    return found
 
 
 def tell_progress(progress: Progress) -> None:

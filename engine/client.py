@@ -275,7 +275,10 @@ class InlineClient(HostClient):
 
     async def close(self) -> None:
         self._draining = True
-        await asyncio.to_thread(self._host.stop)
+        try:
+            await asyncio.to_thread(self._host.stop)
+        except RuntimeError:  # at the interpreter's end there are no worker threads any more
+            self._host.stop()
         self._lose(Unavailable("this client was closed"))
 
     async def _reach(self) -> None:

@@ -60,6 +60,7 @@ class HostConfig:
     """One host process: one device, one or more engines."""
 
     models: tuple[str, ...] = ()  # what may be served; empty: every installed model
+    served_model_name: tuple[str, ...] = ()  # what requests call `models`, one each; empty: an id made from each name
     preload: bool = False  # load all of `models` at start instead of at first use
     threads: int = 0  # CPU threads of one step; 0: all cores
     idle_unload_s: float = 0.0  # unload a model unused for so long; 0: never
@@ -69,3 +70,16 @@ class HostConfig:
     def __post_init__(self) -> None:
         if self.threads < 0:
             raise ValueError(f"threads: expected 0 or more, got {self.threads}")
+        if self.served_model_name and len(self.served_model_name) != len(self.models):
+            raise ValueError(
+                f"served_model_name: expected one for each of {len(self.models)} models, got {len(self.served_model_name)}"
+            )
+        if len(set(self.served_model_name)) != len(self.served_model_name):
+            raise ValueError(f"served_model_name: expected different ids, got {list(self.served_model_name)}")
+
+    def name_of(self, model_id: str) -> str | None:
+        """The name to load for an id that a request used; None when it is not served. Without `models` every name is."""
+        ids = self.served_model_name or self.models
+        if not ids:
+            return model_id
+        return self.models[ids.index(model_id)] if model_id in ids else None

@@ -72,7 +72,7 @@ class EngineHost:
     def start(self) -> None:
         self._thread.start()
         if self.config.preload:
-            for model in self.config.models:
+            for model in self.config.served_model_name or self.config.models:
                 self._post(lambda model=model: self._load(model))  # type: ignore[misc]
 
     def post(self, message: ToHost, peer: Peer) -> None:
@@ -277,12 +277,13 @@ class EngineHost:
     def _load(self, model: str) -> None:
         if model in self._engines or model in self._loading:
             return
-        if self.config.models and model not in self.config.models:
+        name = self.config.name_of(model)
+        if name is None:
             return
         self._loading[model] = []
-        threading.Thread(target=self._load_in_thread, args=(model,), name="motet-load", daemon=True).start()
+        threading.Thread(target=self._load_in_thread, args=(model, name), name="motet-load", daemon=True).start()
 
-    def _load_in_thread(self, model: str) -> None:
+    def _load_in_thread(self, model: str, name: str) -> None:
         started = self._clock()
 
         def report(phase: str) -> None:
@@ -290,7 +291,7 @@ class EngineHost:
             self._post(lambda: self._report(Progress(model, phase, seconds)))
 
         try:
-            engine = self._build(model, self.config, report)
+            engine = self._build(name, self.config, report)
         except Exception as error:
             failure: Exception = error
             self._post(lambda: self._loaded(model, None, failure))

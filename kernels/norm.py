@@ -27,14 +27,15 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float, *, off
 def rms_norm_residual(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rms_norm(x + residual), x + residual) for x, residual [R, E]; the sum is rounded to x's dtype before the norm.
+    """(rms_norm(x + residual) in x's dtype, x + residual in fp32) for x [R, E] and residual [R, E] fp32.
 
-    `residual` may be overwritten by the new residual; use the returned one.
+    The residual stays fp32 because it is summed over all layers: in bf16 that sum alone costs a third of the logits'
+    error (measured on SmolLM2-135M). `residual` may be overwritten by the new one; use the returned one.
     """
     if x.is_cpu and (ops := cpu_ops()) is not None and ops.can_norm(x, weight) and ops.can_norm(residual, weight):
         return ops.rms_norm_residual(x, residual, weight, eps, offset), residual
     total = x + residual
-    return rms_norm_reference(total, weight, eps, offset=offset), total
+    return rms_norm_reference(total, weight, eps, offset=offset).to(x.dtype), total
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:

@@ -7,7 +7,8 @@ phases. A family is a `DecoderConfig` and one of three block shapes:
     sandwich     as above, with a second norm after attention and after mlp         Gemma 2, 3
     parallel     x + attention(norm(x)) + mlp(norm(x)), one norm for both           Phi
 
-Blocks pass (x, residual) on instead of x + residual, so that each addition is fused with the norm that follows it.
+Blocks pass (x, residual) on instead of x + residual, so that each addition is fused with the norm that follows it, and so
+that the sum over all layers is kept in fp32 whatever the dtype of the rows.
 
 Letters: R rows, E hidden size, F intermediate size, V vocabulary, H query heads, K kv heads, D head dim.
 """
@@ -143,7 +144,7 @@ class SequentialBlock:
                 kv: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(x, residual), both [R, E], whose sum is the stream; the first block gets residual None."""
         if residual is None:
-            x, residual = self.attention_norm.forward(x), x
+            x, residual = self.attention_norm.forward(x), x.float()
         else:
             x, residual = self.attention_norm.forward_residual(x, residual)
         x = self.attention.forward(x, cos_sin, batch, kv, group)
@@ -174,7 +175,7 @@ class SandwichBlock:
                 kv: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(x, residual), both [R, E], whose sum is the stream; the first block gets residual None."""
         if residual is None:
-            x, residual = self.attention_norm.forward(x), x
+            x, residual = self.attention_norm.forward(x), x.float()
         else:
             x, residual = self.attention_norm.forward_residual(x, residual)
         x = self.attention_out_norm.forward(self.attention.forward(x, cos_sin, batch, kv, group))
@@ -199,7 +200,7 @@ class ParallelBlock:
                 kv: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(x, residual), both [R, E], whose sum is the stream; the first block gets residual None."""
         if residual is None:
-            x, residual = self.norm.forward(x), x
+            x, residual = self.norm.forward(x), x.float()
         else:
             x, residual = self.norm.forward_residual(x, residual)
         return self.attention.forward(x, cos_sin, batch, kv, group) + self.mlp.forward(x), residual
@@ -299,9 +300,9 @@ class Decoder:
             x, residual = block.forward(x, residual, tables[rope] if rope >= 0 else None, batch, kv, group)
             layer += 1
         if layer in wanted:
-            aux[layer] = x if residual is None else x + residual
+            aux[layer] = x if residual is None else (x + residual).to(x.dtype)
         if not self.is_last:
-            x = x if residual is None else x + residual
+            x = x if residual is None else (x + residual).to(x.dtype)
         elif residual is None:
             x = self.norm.forward(x)
         else:

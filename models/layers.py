@@ -124,11 +124,11 @@ class Norm:
         return layer_norm(x, self.weight, self.bias, self.eps)
 
     def forward_residual(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual)."""
+        """(norm(x + residual) in x's dtype, x + residual) for x [R, E] and residual [R, E] fp32."""
         if self.kind == "rms":
             return rms_norm_residual(x, residual, self.weight, self.eps, self.offset)
         residual = x + residual
-        return layer_norm(residual, self.weight, self.bias, self.eps), residual
+        return layer_norm(residual.to(x.dtype), self.weight, self.bias, self.eps), residual
 
 
 def multiply_gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:

@@ -8,7 +8,6 @@ event loop, `run_async` suits the caller's own loop. Knows no prompts, no tokens
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import weakref
 from collections.abc import Coroutine
@@ -114,9 +113,7 @@ def _shut_down(client: EngineClient, loop: asyncio.AbstractEventLoop, thread: th
 
     async def close() -> None:
         try:
-            # At the interpreter's end there are no worker threads any more, which a client may want for its farewell.
-            with contextlib.suppress(RuntimeError):
-                await client.close()
+            await client.close()
             pending = asyncio.all_tasks() - {asyncio.current_task()}
             for task in pending:
                 task.cancel()

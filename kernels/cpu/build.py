@@ -108,9 +108,9 @@ def _compile(cxx: str, work: Path, target: Path, verbose: bool) -> None:
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
     commands = []
     for source in OPERATORS:
-        flags = KERNEL_FLAGS if source == "linear.cpp" else OPS_FLAGS  # holds its kernels, chosen by target attributes
+        optimize = KERNEL_FLAGS if source == "linear.cpp" else OPS_FLAGS  # linear.cpp holds its own kernels
         made = str(work / f"{source}.o")
-        commands.append([cxx, *COMMON_FLAGS, *flags, abi, *include, "-c", str(HERE / source), "-o", made])
+        commands.append([cxx, *COMMON_FLAGS, *optimize, abi, *include, "-c", str(HERE / source), "-o", made])
     for name, flags in instruction_sets(platform.machine()).items():
         names = (f"-DMOTET_TABLE=table_{name}", f'-DMOTET_NAME="{name}"')
         source, made = str(HERE / "table.cpp"), str(work / f"{name}.o")

@@ -162,17 +162,19 @@ Tensor norm(const Tensor& x, const Tensor* residual, const Tensor& weight, doubl
   TORCH_CHECK(weight.numel() == features && weight.is_contiguous(), "rms_norm: weight ", weight.sizes(), " for ",
               features, " features");
   Tensor out = at::empty(x.sizes(), x.options());
-  char *to = mutable_bytes(out), *sums = nullptr;
+  char* to = mutable_bytes(out);
+  float* sums = nullptr;
   int64_t sums_stride = 0;
   if (residual) {
-    TORCH_CHECK(x.dim() == 2 && residual->sizes() == x.sizes() && residual->scalar_type() == x.scalar_type() &&
+    TORCH_CHECK(x.dim() == 2 && residual->sizes() == x.sizes() && residual->scalar_type() == at::kFloat &&
                     residual->stride(1) == 1,
-                "rms_norm_residual: x ", x.sizes(), ", residual ", residual->sizes());
-    sums = mutable_bytes(*residual), sums_stride = residual->stride(0);
+                "rms_norm_residual: x ", x.sizes(), ", expected an fp32 residual of that shape, got ",
+                residual->scalar_type(), " ", residual->sizes());
+    sums = residual->mutable_data_ptr<float>(), sums_stride = residual->stride(0);
   }
   share_rows(from.rows(), x.numel(), [&](int64_t row) {
     table().rms_norm(type, weight_type, features, bytes(x) + from.offset(row) * size,
-                     sums ? sums + row * sums_stride * size : nullptr, bytes(weight), (float)eps, (float)offset,
+                     sums ? sums + row * sums_stride : nullptr, bytes(weight), (float)eps, (float)offset,
                      to + row * features * size);
   });
   return out;

@@ -11,17 +11,12 @@ using motet::Type;
 
 // ------------------------------------------------------------------------------------------------------------ norm
 
-template <class X, class G>
-void rms_norm_typed(int64_t features, const X* x, X* residual, const G* weight, float eps, float offset, X* out) {
+// out = from * scale * (weight + offset), where scale is 1 / rms(from).
+template <class F, class G, class X>
+void scale_to_rms(int64_t features, const F* from, const G* weight, float eps, float offset, X* out) {
   vf part[4] = {};
   int64_t i = 0;
-  const X* from = x;
-  if (residual) {  // the sum is rounded to the row's type first, as the plain path does
-    for (; i + W <= features; i += W) store(residual + i, load(x + i) + load(residual + i));
-    for (; i < features; ++i) narrow(residual + i, widen(x[i]) + widen(residual[i]));
-    from = residual;
-  }
-  for (i = 0; i + 4 * W <= features; i += 4 * W)
+  for (; i + 4 * W <= features; i += 4 * W)
     for (int j = 0; j < 4; ++j) {
       vf v = load(from + i + j * W);
       part[j] += v * v;
@@ -40,13 +35,23 @@ void rms_norm_typed(int64_t features, const X* x, X* residual, const G* weight, 
   for (; i < features; ++i) narrow(out + i, widen(from[i]) * scale * (widen(weight[i]) + offset));
 }
 
+// The residual is fp32 whatever the rows are: it is summed over all layers.
+template <class X, class G>
+void rms_norm_typed(int64_t features, const X* x, float* residual, const G* weight, float eps, float offset, X* out) {
+  if (!residual) return scale_to_rms(features, x, weight, eps, offset, out);
+  int64_t i = 0;
+  for (; i + W <= features; i += W) store(residual + i, load(x + i) + load(residual + i));
+  for (; i < features; ++i) residual[i] += widen(x[i]);
+  scale_to_rms(features, residual, weight, eps, offset, out);
+}
+
 template <class X>
 void rms_norm_rows(Type weight_type, int64_t features, const void* x, void* residual, const void* weight, float eps,
                    float offset, void* out) {
   if (weight_type == Type::bf16)
-    rms_norm_typed(features, (const X*)x, (X*)residual, (const bf16*)weight, eps, offset, (X*)out);
+    rms_norm_typed(features, (const X*)x, (float*)residual, (const bf16*)weight, eps, offset, (X*)out);
   else
-    rms_norm_typed(features, (const X*)x, (X*)residual, (const float*)weight, eps, offset, (X*)out);
+    rms_norm_typed(features, (const X*)x, (float*)residual, (const float*)weight, eps, offset, (X*)out);
 }
 void rms_norm(Type type, Type weight_type, int64_t features, const void* x, void* residual, const void* weight,
               float eps, float offset, void* out) {

@@ -50,6 +50,8 @@ def test_a_worker_that_does_not_start_says_why(tmp_path: Path) -> None:
         PeerWorker([sys.executable, "-c", "import nothing_like_it"], start_timeout_s=30)
     with pytest.raises(PeerError, match="no answer within"):
         PeerWorker([sys.executable, "-c", "import sys; sys.stdin.read()"], start_timeout_s=0.2)
+    with pytest.raises(PeerError, match="no answer: b'hello'"):
+        PeerWorker([sys.executable, "-c", "print('hello')"], start_timeout_s=30)
 
 
 def test_a_peer_that_cannot_be_built_says_why(tmp_path: Path) -> None:

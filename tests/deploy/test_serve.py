@@ -16,6 +16,7 @@ import pytest
 from motet.deploy.cli import main
 from motet.deploy.demo import free_port, wait_ready
 from motet.deploy.serve import served_models
+from motet.models import registry
 from motet.engine.errors import ModelNotFound
 
 MODEL = "smollm2-135m-instruct"
@@ -74,7 +75,10 @@ def test_an_unknown_model_ends_before_anything_starts(capsys: pytest.CaptureFixt
 
 
 def test_without_names_every_installed_model_is_served() -> None:
-    assert MODEL in [model.id for model in served_models(())]
-    assert [model.id for model in served_models((MODEL, MODEL))] == [MODEL]
+    assert MODEL in [model.id for model in served_models(()).values()]
+    assert [model.id for model in served_models((MODEL, MODEL)).values()] == [MODEL]
+    path = str(registry.resolve(MODEL).path)
+    assert served_models((path,))[path].id == "SmolLM2-135M-Instruct.Q4_1"  # never the path itself
+    assert served_models((path,), ("mine",))[path].id == "mine"
     with pytest.raises(ModelNotFound):
         served_models((MODEL, "nope"))

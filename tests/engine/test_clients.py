@@ -151,6 +151,27 @@ def test_bad_models_and_requests_are_clear_errors(kind: str) -> None:
     asyncio.run(scenario())
 
 
+def test_models_are_called_by_their_served_names_only() -> None:
+    async def scenario() -> None:
+        config = HostConfig(
+            models=(str(tiny.llama()),), served_model_name=("mine",), threads=1,
+            engine=EngineConfig(dtype="float32", device="cpu", num_blocks=64),
+        )  # fmt: skip
+        client = InlineClient(config)
+        item = tiny.request(tiny.prompt(9))
+        item.model = "mine"
+        assert isinstance((await collect(client, item))[-1], Done)
+        (refusal,) = await collect(client, request())
+        assert isinstance(refusal, Failed) and refusal.error.code == "model_not_found"
+        await client.close()
+
+    asyncio.run(scenario())
+    with pytest.raises(ValueError, match="served_model_name"):
+        HostConfig(models=("a", "b"), served_model_name=("x",))
+    with pytest.raises(ValueError, match="different ids"):
+        HostConfig(models=("a", "b"), served_model_name=("x", "x"))
+
+
 @KINDS
 def test_drain_lets_running_finish_and_refuses_new(kind: str) -> None:
     async def scenario() -> None:
