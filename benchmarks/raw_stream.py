@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+_OK = b"HTTP/1.1 200 "
 _END = b"data: [DONE]\n\n\r\n0\r\n\r\n"
 _CONTENT = re.compile(rb'"(?:content|text)":"[^"]')
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
@@ -112,7 +113,7 @@ def read_streams(port: int, requests: Sequence[bytes], *, timeout_s: float = 180
                 if body.endswith(_END):
                     selector.unregister(connection)
                     num_open -= 1
-                elif not data or not body.startswith(b"HTTP/1.1 200 "):
+                elif not data or not body.startswith(_OK[: len(body)]):
                     raise StreamError(f"{bytes(body[-500:])!r}")
             if num_open:
                 time.sleep(_REST_S)

@@ -110,6 +110,7 @@ class HostClient:
         self._mailboxes: dict[str, Mailbox] = {}
         self._early_aborts: OrderedDict[str, str] = OrderedDict()
         self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._infos: dict[str, ModelInfo] = {}  # what loaded models said of themselves
         self._num_calls = 0
         self._draining = False
         self._quiet = asyncio.Event()
@@ -195,10 +196,15 @@ class HostClient:
         self._post(Abort(request_id, reason))
 
     async def load(self, model: str) -> ModelInfo:
-        value = await self._call("load", model=model)
-        return value if isinstance(value, ModelInfo) else msgspec.convert(value, ModelInfo)
+        info = self._infos.get(model)  # asked for at every request: the host would answer only between two steps
+        if info is None:
+            value = await self._call("load", model=model)
+            info = value if isinstance(value, ModelInfo) else msgspec.convert(value, ModelInfo)
+            self._infos[model] = info
+        return info
 
     async def unload(self, model: str) -> None:
+        self._infos.pop(model, None)
         await self._call("unload", model=model)
 
     async def stats(self) -> dict[str, Any]:
@@ -247,6 +253,7 @@ class HostClient:
             if not future.done():
                 future.set_exception(error)
         self._calls.clear()
+        self._infos.clear()
 
     async def _call(self, verb: str, **arguments: Any) -> Any:
         await self._reach()

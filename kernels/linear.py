@@ -70,8 +70,12 @@ def from_tensor(weight: Tensor) -> LinearWeight:
     """Wrap a float matrix [out, in]; shares memory."""
     if weight.dim() != 2 or weight.dtype not in FLOAT_FORMATS:
         raise ValueError(f"expected a 2-D fp32, bf16 or fp16 weight, got {weight.dim()}-D {weight.dtype}")
-    return LinearWeight(format=FLOAT_FORMATS[weight.dtype], tensors={"weight": weight},
-                        out_features=weight.shape[0], in_features=weight.shape[1])
+    return LinearWeight(
+        format=FLOAT_FORMATS[weight.dtype],
+        tensors={"weight": weight},
+        out_features=weight.shape[0],
+        in_features=weight.shape[1],
+    )
 
 
 def as_weight(weight: Tensor | LinearWeight) -> LinearWeight:
@@ -83,10 +87,16 @@ def from_blocks(format: Format, blocks: Tensor) -> LinearWeight:
     """Wrap GGUF blocks, uint8 [out, in/32, block bytes]; shares memory."""
     expected = BLOCK_BYTES.get(format)
     if expected is None or blocks.dim() != 3 or blocks.dtype != torch.uint8 or blocks.shape[2] != expected:
-        raise ValueError(f"expected uint8 [out, in/32, {expected}] for {format}, "
-                         f"got {blocks.dtype} {list(blocks.shape)}")
-    return LinearWeight(format=format, tensors={"blocks": blocks}, out_features=blocks.shape[0],
-                        in_features=blocks.shape[1] * BLOCK, group=BLOCK)
+        raise ValueError(
+            f"expected uint8 [out, in/32, {expected}] for {format}, got {blocks.dtype} {list(blocks.shape)}"
+        )
+    return LinearWeight(
+        format=format,
+        tensors={"blocks": blocks},
+        out_features=blocks.shape[0],
+        in_features=blocks.shape[1] * BLOCK,
+        group=BLOCK,
+    )
 
 
 def quantize_int8(weight: Tensor) -> LinearWeight:
@@ -94,8 +104,9 @@ def quantize_int8(weight: Tensor) -> LinearWeight:
     w = weight.float()
     scale = (w.abs().amax(dim=1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
     q = (w / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8)
-    return LinearWeight(format="int8", tensors={"weight": q, "scale": scale},
-                        out_features=w.shape[0], in_features=w.shape[1])
+    return LinearWeight(
+        format="int8", tensors={"weight": q, "scale": scale}, out_features=w.shape[0], in_features=w.shape[1]
+    )
 
 
 def quantize_int4(weight: Tensor, group: int = 32) -> LinearWeight:
@@ -112,8 +123,13 @@ def quantize_int4(weight: Tensor, group: int = 32) -> LinearWeight:
     steps = (w - low[..., None].float()) / scale[..., None].float()
     q = steps.round_().clamp_(0, 15).to(torch.uint8).view(out_features, -1)
     packed = q[:, 0::2] | (q[:, 1::2] << 4)
-    return LinearWeight(format="int4", tensors={"weight": packed, "scale": scale, "minimum": low.contiguous()},
-                        out_features=out_features, in_features=in_features, group=group)
+    return LinearWeight(
+        format="int4",
+        tensors={"weight": packed, "scale": scale, "minimum": low.contiguous()},
+        out_features=out_features,
+        in_features=in_features,
+        group=group,
+    )
 
 
 # ----------------------------------------------------------------------------------------- slicing and concatenation
@@ -128,8 +144,13 @@ def slice_rows(w: LinearWeight, lo: int, hi: int) -> LinearWeight:
     _need_plain(w)
     if not 0 <= lo <= hi <= w.out_features:
         raise ValueError(f"rows {lo}:{hi} lie outside a weight of {w.out_features} rows")
-    return LinearWeight(format=w.format, tensors={k: t[lo:hi] for k, t in w.tensors.items()},
-                        out_features=hi - lo, in_features=w.in_features, group=w.group)
+    return LinearWeight(
+        format=w.format,
+        tensors={k: t[lo:hi] for k, t in w.tensors.items()},
+        out_features=hi - lo,
+        in_features=w.in_features,
+        group=w.group,
+    )
 
 
 def slice_cols(w: LinearWeight, lo: int, hi: int) -> LinearWeight:
@@ -144,16 +165,22 @@ def slice_cols(w: LinearWeight, lo: int, hi: int) -> LinearWeight:
             tensors[name] = t
         else:
             per = w.in_features // t.shape[1]  # columns behind one entry of dim 1: 1, 2 (nibbles) or the group
-            tensors[name] = t[:, lo // per:hi // per]
-    return LinearWeight(format=w.format, tensors=tensors, out_features=w.out_features, in_features=hi - lo,
-                        group=w.group)
+            tensors[name] = t[:, lo // per : hi // per]
+    return LinearWeight(
+        format=w.format, tensors=tensors, out_features=w.out_features, in_features=hi - lo, group=w.group
+    )
 
 
 def take_rows(w: LinearWeight, order: Tensor) -> LinearWeight:
     """Rows in another order (or some of them); `order` is int64. A copy."""
     _need_plain(w)
-    return LinearWeight(format=w.format, tensors={k: t.index_select(0, order) for k, t in w.tensors.items()},
-                        out_features=order.numel(), in_features=w.in_features, group=w.group)
+    return LinearWeight(
+        format=w.format,
+        tensors={k: t.index_select(0, order) for k, t in w.tensors.items()},
+        out_features=order.numel(),
+        in_features=w.in_features,
+        group=w.group,
+    )
 
 
 def concat_rows(parts: Sequence[LinearWeight]) -> LinearWeight:
@@ -167,8 +194,13 @@ def concat_rows(parts: Sequence[LinearWeight]) -> LinearWeight:
     if any((w.format, w.group) != (first.format, first.group) for w in parts):
         return from_tensor(torch.cat([dequantize(w, torch.float32) for w in parts]))
     tensors = {k: torch.cat([w.tensors[k] for w in parts]) for k in first.tensors}
-    return LinearWeight(format=first.format, tensors=tensors, out_features=out_features,
-                        in_features=first.in_features, group=first.group)
+    return LinearWeight(
+        format=first.format,
+        tensors=tensors,
+        out_features=out_features,
+        in_features=first.in_features,
+        group=first.group,
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ dequantization
@@ -176,12 +208,12 @@ def concat_rows(parts: Sequence[LinearWeight]) -> LinearWeight:
 
 def _fp16_field(blocks: Tensor, at: int) -> Tensor:
     """The fp16 at byte `at` of every block, as fp32 [..., 1]."""
-    return blocks[..., at:at + 2].contiguous().view(torch.float16).float()
+    return blocks[..., at : at + 2].contiguous().view(torch.float16).float()
 
 
 def _nibbles(blocks: Tensor, at: int) -> Tensor:
     """The 32 four-bit values of every block, as fp32 [..., 32]."""
-    packed = blocks[..., at:at + 16]
+    packed = blocks[..., at : at + 16]
     return torch.cat([packed & 0xF, packed >> 4], dim=-1).float()
 
 
@@ -217,8 +249,9 @@ def dequantize(w: LinearWeight, dtype: torch.dtype) -> Tensor:
 # ----------------------------------------------------------------------------------------------------------- the door
 
 
-def prepare(w: LinearWeight, dtype: torch.dtype, device: torch.device | str = "cpu", *,
-            invariant: bool = False) -> LinearWeight:
+def prepare(
+    w: LinearWeight, dtype: torch.dtype, device: torch.device | str = "cpu", *, invariant: bool = False
+) -> LinearWeight:
     """The weight as `linear` runs it best for activations of `dtype` on `device`. Once, at load.
 
     bf16 on a CPU keeps quantized weights quantized; every other case dequantizes to `dtype` (fp32 then computes with
@@ -280,16 +313,27 @@ def embedding(ids: Tensor, w: LinearWeight, dtype: torch.dtype) -> Tensor:
         return _take_rows16(w, ids, dtype)
     if not w.is_quantized:
         return F.embedding(ids, w.tensors["weight"]).to(dtype)
-    plain = LinearWeight(format=w.format, tensors={k: v for k, v in w.tensors.items() if k not in _PACKED_EXTRAS},
-                         out_features=w.out_features, in_features=w.in_features, group=w.group)
+    plain = LinearWeight(
+        format=w.format,
+        tensors={k: v for k, v in w.tensors.items() if k not in _PACKED_EXTRAS},
+        out_features=w.out_features,
+        in_features=w.in_features,
+        group=w.group,
+    )
     return dequantize(take_rows(plain, ids), dtype)
 
 
 # ------------------------------------------------------------------------------- layout rows16 (kernels/cpu/linear.cpp)
 
 _BITS_ZERO: dict[str, tuple[int, int]] = {
-    "q4_0": (4, 8), "q4_1": (4, 0), "int4": (4, 0), "q8_0": (8, 0), "int8": (8, 0), "bf16": (16, 0),
-    "fp32": (16, 0), "fp16": (16, 0),
+    "q4_0": (4, 8),
+    "q4_1": (4, 0),
+    "int4": (4, 0),
+    "q8_0": (8, 0),
+    "int8": (8, 0),
+    "bf16": (16, 0),
+    "fp32": (16, 0),
+    "fp16": (16, 0),
 }
 # From so many rows on, unpacking to bf16 for torch's matmul is faster. Measured on an EPYC 9005 (AVX-512 BF16, no AMX),
 # one thread, [3072, 576], 4 bits: rows16 / unpack + matmul takes 77 / 240 us at 8 rows, 646 / 620 at 64, 2504 / 1930
@@ -334,7 +378,7 @@ def _integers(w: LinearWeight) -> Tensor:
     blocks = w.tensors["blocks"]
     if w.format == "q8_0":
         return blocks[..., 2:].contiguous().view(torch.int8).view(w.out_features, -1)
-    packed = blocks[..., 2 if w.format == "q4_0" else 4:]
+    packed = blocks[..., 2 if w.format == "q4_0" else 4 :]
     return torch.cat([packed & 0xF, packed >> 4], dim=-1).view(w.out_features, -1)
 
 
@@ -344,31 +388,40 @@ def _scales(w: LinearWeight) -> tuple[Tensor, Tensor | None]:
         return w.tensors["scale"][:, None], None
     if w.format == "int4":
         return w.tensors["scale"], w.tensors["minimum"]
-    halves = w.tensors["blocks"][..., :4 if w.format == "q4_1" else 2].contiguous().view(torch.float16)
+    halves = w.tensors["blocks"][..., : 4 if w.format == "q4_1" else 2].contiguous().view(torch.float16)
     return halves[..., 0], halves[..., 1] if w.format == "q4_1" else None
 
 
 def _to_rows16(w: LinearWeight) -> LinearWeight:
     if w.is_quantized:
         scale, minimum = _scales(w)
-        tensors = {"quants": torch.ops.motet_cpu.rows16_pack(_integers(w), _BITS_ZERO[w.format][0]),
-                   "scale": _to_tiles(scale)}
+        tensors = {
+            "quants": torch.ops.motet_cpu.rows16_pack(_integers(w), _BITS_ZERO[w.format][0]),
+            "scale": _to_tiles(scale),
+        }
         if minimum is not None:
             tensors["minimum"] = _to_tiles(minimum)
         format = w.format
     else:
         tensors = {"quants": torch.ops.motet_cpu.rows16_pack(w.tensors["weight"].to(torch.bfloat16), 16)}
         format = "bf16"
-    return LinearWeight(format=format, tensors=tensors, out_features=w.out_features, in_features=w.in_features,
-                        group=w.group, layout="rows16")
+    return LinearWeight(
+        format=format,
+        tensors=tensors,
+        out_features=w.out_features,
+        in_features=w.in_features,
+        group=w.group,
+        layout="rows16",
+    )
 
 
 def _take_rows16(w: LinearWeight, ids: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Rows `ids` (None: all) of a weight in layout rows16, [n, in] in `dtype`."""
     t, bits, zero = w.tensors, *_BITS_ZERO[w.format]
     made = dtype if dtype in (torch.float32, torch.bfloat16) else torch.float32
-    rows: Tensor = torch.ops.motet_cpu.rows16_take(ids, t["quants"], t.get("scale"), t.get("minimum"), bits, zero,
-                                                   w.out_features, made)
+    rows: Tensor = torch.ops.motet_cpu.rows16_take(
+        ids, t["quants"], t.get("scale"), t.get("minimum"), bits, zero, w.out_features, made
+    )
     return rows.to(dtype)
 
 
@@ -395,8 +448,14 @@ def _to_torch_packed(w: LinearWeight) -> LinearWeight:
         extras, layout = {"packed": packed, "scale_zero": pairs}, "int4pack"
     if layout == "plain":
         return from_tensor(dequantize(w, torch.bfloat16))
-    return LinearWeight(format=w.format, tensors={k: v.contiguous() for k, v in w.tensors.items()} | extras,
-                        out_features=w.out_features, in_features=w.in_features, group=w.group, layout=layout)
+    return LinearWeight(
+        format=w.format,
+        tensors={k: v.contiguous() for k, v in w.tensors.items()} | extras,
+        out_features=w.out_features,
+        in_features=w.in_features,
+        group=w.group,
+        layout=layout,
+    )
 
 
 def _torch_packed_linear(x: Tensor, w: LinearWeight, bias: Tensor | None) -> Tensor:

@@ -34,18 +34,33 @@ class CausalModel(Protocol):
     def kv_specs(self) -> list[KVSpec]: ...
     def embed(self, ids: torch.Tensor, side: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor: ...
     @overload
-    def forward(self, hidden: torch.Tensor, batch: PagedBatch, kvs: Sequence[torch.Tensor],
-                groups: Sequence[int]) -> torch.Tensor: ...
+    def forward(
+        self, hidden: torch.Tensor, batch: PagedBatch, kvs: Sequence[torch.Tensor], groups: Sequence[int]
+    ) -> torch.Tensor: ...
     @overload
-    def forward(self, hidden: torch.Tensor, batch: PagedBatch, kvs: Sequence[torch.Tensor], groups: Sequence[int], *,
-                aux_hidden: tuple[int, ...]) -> tuple[torch.Tensor, dict[int, torch.Tensor]]: ...
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        batch: PagedBatch,
+        kvs: Sequence[torch.Tensor],
+        groups: Sequence[int],
+        *,
+        aux_hidden: tuple[int, ...],
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]: ...
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
 
-def build_model(config: Mapping[str, Any], source: WeightSource, *, shard: Shard = WHOLE,
-                dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
-                weights: WeightsMode = "keep", quantize: Quantize | None = None,
-                invariant: bool = False) -> CausalModel:
+def build_model(
+    config: Mapping[str, Any],
+    source: WeightSource,
+    *,
+    shard: Shard = WHOLE,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    weights: WeightsMode = "keep",
+    quantize: Quantize | None = None,
+    invariant: bool = False,
+) -> CausalModel:
     """The model of a `transformers`-style config dict with the weights of `source`, or this shard of it.
 
     weights   "keep": GGUF blocks stay quantized in memory; "dequantize": everything in `dtype`
@@ -56,23 +71,48 @@ def build_model(config: Mapping[str, Any], source: WeightSource, *, shard: Shard
     """
     if config.get("model_type") not in FAMILIES:
         if invariant:
-            raise ModelLoadError(f"deterministic: not for model type {str(config.get('model_type'))[:40]!r}, which runs on the "
-                                 "transformers backend")
+            raise ModelLoadError(
+                f"deterministic: not for model type {str(config.get('model_type'))[:40]!r}, which runs on the "
+                "transformers backend"
+            )
         from .transformers_backend import TransformersModel  # slow to import, and rarely needed
 
         return TransformersModel(config, source, shard=shard, dtype=dtype, device=device)
     try:
         model = Decoder(DecoderConfig.from_dict(config), shard, dtype=dtype, device=device)
-    except (ArithmeticError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:  # a stranger's file
+    except (
+        ArithmeticError,
+        AttributeError,
+        KeyError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:  # a stranger's file
         raise error if isinstance(error, ModelLoadError) else ModelLoadError(f"config: {error}") from None
     check_parameters(source.names(), model.config)
-    model.load(WeightReader(source, parameter_shapes(model.config), dtype=dtype, device=device, weights=weights,
-                            quantize=quantize, invariant=invariant))
+    model.load(
+        WeightReader(
+            source,
+            parameter_shapes(model.config),
+            dtype=dtype,
+            device=device,
+            weights=weights,
+            quantize=quantize,
+            invariant=invariant,
+        )
+    )
     return model
 
 
-def random_model(config: Mapping[str, Any], seed: int = 0, *, shard: Shard = WHOLE, dtype: torch.dtype = torch.float32,
-                 device: torch.device | str = "cpu", quantize: Quantize | None = None) -> Decoder:
+def random_model(
+    config: Mapping[str, Any],
+    seed: int = 0,
+    *,
+    shard: Shard = WHOLE,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    quantize: Quantize | None = None,
+) -> Decoder:
     """A decoder of this config with random weights, for tests and measurements. Shards of one seed fit together."""
     model = Decoder(DecoderConfig.from_dict(config), shard, dtype=dtype, device=device)
     shapes = parameter_shapes(model.config)

@@ -30,8 +30,19 @@ _MAX_DEPTH = 64  # nesting of tools, documents and template arguments
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _FIELDS = frozenset(("role", "content", "name", "tool_calls", "tool_call_id", *_REASONING))
 # Set by us for every template; a caller's `chat_template_kwargs` cannot replace them.
-_RESERVED = frozenset(("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token",
-                       "chat_template", "continue_final_message", "tokenize"))
+_RESERVED = frozenset(
+    (
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "bos_token",
+        "eos_token",
+        "chat_template",
+        "continue_final_message",
+        "tokenize",
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -44,15 +55,23 @@ class RenderedPrompt:
 
     def parts(self, split: Callable[[str], Iterable[tuple[str, bool]]]) -> list[tuple[str, bool]]:
         """(text, is_special) in order; `split` cuts a text at special-token spellings."""
-        return [(part.replace(self.number, "") if self.number and not special else part, special)
-                for part, special in split(self.marked)]
+        return [
+            (part.replace(self.number, "") if self.number and not special else part, special)
+            for part, special in split(self.marked)
+        ]
 
 
 class ChatTemplate:
     """One model's template. `special_texts` are the spellings that must not arise from users' words."""
 
-    def __init__(self, source: str, *, special_texts: Sequence[str] = (), variables: Mapping[str, str] | None = None,
-                 name: str = "chat template") -> None:
+    def __init__(
+        self,
+        source: str,
+        *,
+        special_texts: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+        name: str = "chat template",
+    ) -> None:
         """`variables`: bos_token, eos_token and the like. Raises ModelLoadError if the source does not compile."""
         self.source = source
         self._variables = dict(variables or {})
@@ -63,17 +82,26 @@ class ChatTemplate:
         self._spelling = spelling_pattern(special_texts)
         self._knows_developer = "developer" in source
 
-    def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None,
-               documents: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True,
-               continue_final_message: bool = False, template_kwargs: Mapping[str, Any] | None = None,
-               seconds: float = DEFAULT_SECONDS, max_chars: int = DEFAULT_MAX_CHARS) -> RenderedPrompt:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        seconds: float = DEFAULT_SECONDS,
+        max_chars: int = DEFAULT_MAX_CHARS,
+    ) -> RenderedPrompt:
         """Render a conversation. Raises InvalidRequest or UnsupportedParameter, in bounded time.
 
         `continue_final_message` leaves the last message open, so that the model goes on with it.
         """
         if continue_final_message and add_generation_prompt:
-            raise InvalidRequest("continue_final_message and add_generation_prompt cannot both be true",
-                                 param="continue_final_message")
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt cannot both be true", param="continue_final_message"
+            )
         kwargs = dict(template_kwargs or {})
         for word in kwargs:
             if word in _RESERVED or word.startswith("_"):
@@ -88,7 +116,9 @@ class ChatTemplate:
         if continue_final_message:
             _open_last(chat, tag)
         variables = {
-            **guard.copy(kwargs, "chat_template_kwargs"), **self._variables, "messages": chat,
+            **guard.copy(kwargs, "chat_template_kwargs"),
+            **self._variables,
+            "messages": chat,
             "tools": guard.copy(list(tools), "tools") if tools else None,
             "documents": guard.copy(list(documents), "documents") if documents else None,
             "add_generation_prompt": add_generation_prompt,
@@ -96,8 +126,11 @@ class ChatTemplate:
         try:
             text = self._template.render(variables, seconds=seconds, max_chars=max_chars)
         except TemplateLimit as error:
-            raise InvalidRequest(f"the chat template did not finish within its limits ({error.what})",
-                                 param="messages", code="chat_template_limit") from None
+            raise InvalidRequest(
+                f"the chat template did not finish within its limits ({error.what})",
+                param="messages",
+                code="chat_template_limit",
+            ) from None
         except TemplateRefusal as error:
             raise InvalidRequest(f"the chat template refused these messages: {error}", param="messages") from None
         if continue_final_message:
@@ -151,7 +184,7 @@ class _Guard:
 
 def _fresh_number() -> str:
     """Twenty random digits. Unguessable, so no caller can have written them."""
-    return "".join(secrets.choice("0123456789") for _ in range(20))
+    return f"{secrets.randbelow(10**20):020}"
 
 
 def _open_last(chat: list[dict[str, Any]], tag: str) -> None:
@@ -165,8 +198,10 @@ def _cut_at(text: str, tag: str) -> str:
     """Up to the tag; when the template trimmed the tag's own trailing space, it trims the message's too."""
     at = text.rfind(tag.strip())
     if at < 0:
-        raise InvalidRequest("continue_final_message: the chat template does not write the last message's content",
-                             param="continue_final_message")
+        raise InvalidRequest(
+            "continue_final_message: the chat template does not write the last message's content",
+            param="continue_final_message",
+        )
     return text[:at] if text.startswith(tag, at) else text[:at].rstrip()
 
 
@@ -232,8 +267,10 @@ def _text_of(content: Any, where: str) -> str | None:
         if not isinstance(kind, str):
             raise InvalidRequest(f"{where}[{index}]: expected an object with a type", param=f"{where}[{index}]")
         if kind not in ("text", "input_text", "output_text", "refusal"):
-            raise UnsupportedParameter(f"{where}[{index}]: parts of type {kind[:40]!r} are not supported by this model",
-                                       param=f"{where}[{index}].type")
+            raise UnsupportedParameter(
+                f"{where}[{index}]: parts of type {kind[:40]!r} are not supported by this model",
+                param=f"{where}[{index}].type",
+            )
         text = part.get("refusal" if kind == "refusal" else "text")
         if not isinstance(text, str):
             raise InvalidRequest(f"{where}[{index}].text: expected text, got {_kind(text)}", param=f"{where}[{index}]")
@@ -255,8 +292,9 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
             try:
                 arguments = json.loads(arguments) if arguments.strip() else {}
             except (ValueError, RecursionError):
-                raise InvalidRequest(f"{where}[{index}].function.arguments: expected JSON",
-                                     param=f"{where}[{index}].function.arguments") from None
+                raise InvalidRequest(
+                    f"{where}[{index}].function.arguments: expected JSON", param=f"{where}[{index}].function.arguments"
+                ) from None
         out.append({**call, "function": {**function, "arguments": arguments if arguments is not None else {}}})
     return out
 

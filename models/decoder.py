@@ -69,8 +69,11 @@ class Attention:
         if config.packed:
             after_q, after_k = config.num_heads * dim, (config.num_heads + config.num_kv_heads) * dim
             name = prefix + ".qkv_proj"
-            parts = [Rows(name, *query), Rows(name, after_q + key[0], after_q + key[1]),
-                     Rows(name, after_k + key[0], after_k + key[1])]
+            parts = [
+                Rows(name, *query),
+                Rows(name, after_q + key[0], after_q + key[1]),
+                Rows(name, after_k + key[0], after_k + key[1]),
+            ]
         else:
             parts = [Rows(prefix + ".q_proj", *query), Rows(prefix + ".k_proj", *key), Rows(prefix + ".v_proj", *key)]
         self.qkv.load(reader, parts, bias=config.qkv_bias)
@@ -80,8 +83,9 @@ class Attention:
             self.q_norm.load(reader, prefix + (".q_layernorm" if phi else ".q_norm"))
             self.k_norm.load(reader, prefix + (".k_layernorm" if phi else ".k_norm"))
 
-    def forward(self, x: torch.Tensor, cos_sin: CosSin | None, batch: PagedBatch, kv: torch.Tensor,
-                group: int) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, cos_sin: CosSin | None, batch: PagedBatch, kv: torch.Tensor, group: int
+    ) -> torch.Tensor:
         """x [R, E] -> [R, E]; stores this step's K and V in `kv`. `cos_sin` None: a layer without rotary."""
         num_rows, H, K = x.shape[0], self.num_heads, self.num_kv_heads
         qkv = self.qkv.forward(x).view(num_rows, H + 2 * K, self.head_dim)
@@ -140,8 +144,15 @@ class SequentialBlock:
         self.attention_norm.load(reader, prefix + ".input_layernorm")
         self.mlp_norm.load(reader, prefix + ".post_attention_layernorm")
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, cos_sin: CosSin | None, batch: PagedBatch,
-                kv: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        cos_sin: CosSin | None,
+        batch: PagedBatch,
+        kv: torch.Tensor,
+        group: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(x, residual), both [R, E], whose sum is the stream; the first block gets residual None."""
         if residual is None:
             x, residual = self.attention_norm.forward(x), x.float()
@@ -171,8 +182,15 @@ class SandwichBlock:
         self.mlp_norm.load(reader, prefix + ".pre_feedforward_layernorm")
         self.mlp_out_norm.load(reader, prefix + ".post_feedforward_layernorm")
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, cos_sin: CosSin | None, batch: PagedBatch,
-                kv: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        cos_sin: CosSin | None,
+        batch: PagedBatch,
+        kv: torch.Tensor,
+        group: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(x, residual), both [R, E], whose sum is the stream; the first block gets residual None."""
         if residual is None:
             x, residual = self.attention_norm.forward(x), x.float()
@@ -196,8 +214,15 @@ class ParallelBlock:
         self.mlp.load(reader, prefix + ".mlp")
         self.norm.load(reader, prefix + ".input_layernorm")
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, cos_sin: CosSin | None, batch: PagedBatch,
-                kv: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        cos_sin: CosSin | None,
+        batch: PagedBatch,
+        kv: torch.Tensor,
+        group: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(x, residual), both [R, E], whose sum is the stream; the first block gets residual None."""
         if residual is None:
             x, residual = self.norm.forward(x), x.float()
@@ -216,8 +241,14 @@ class Decoder:
     With `shard.layers`, it holds those layers alone: only the first part embeds, only the last norms and has logits.
     """
 
-    def __init__(self, config: DecoderConfig, shard: Shard = WHOLE, *, dtype: torch.dtype = torch.float32,
-                 device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        shard: Shard = WHOLE,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.config = config
         self.shard = shard
         self.dtype = dtype
@@ -232,8 +263,14 @@ class Decoder:
         self.blocks: list[Block] = [make(config, layer, shard) for layer in range(self.first_layer, self.last_layer)]
         self.rope_index = config.rope_index[self.first_layer : self.last_layer]
         self.ropes = [
-            Rotary(config.head_dim, rope.parameters, config.max_position, rope.theta, rope.partial_rotary_factor,
-                   device=self.device)
+            Rotary(
+                config.head_dim,
+                rope.parameters,
+                config.max_position,
+                rope.theta,
+                rope.partial_rotary_factor,
+                device=self.device,
+            )
             for rope in config.ropes
         ]
         self.embedding = VocabEmbedding(config.vocab_size, shard, config.embed_scale)
@@ -258,8 +295,14 @@ class Decoder:
         specs = []
         for layer in range(self.first_layer, self.last_layer):
             attention = self.blocks[layer - self.first_layer].attention
-            specs.append(KVSpec(kind="window" if attention.window else "full", num_kv_heads=attention.num_kv_heads,
-                                head_dim=attention.head_dim, window=attention.window))
+            specs.append(
+                KVSpec(
+                    kind="window" if attention.window else "full",
+                    num_kv_heads=attention.num_kv_heads,
+                    head_dim=attention.head_dim,
+                    window=attention.window,
+                )
+            )
         return specs
 
     def embed(self, ids: torch.Tensor, side: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:
@@ -274,15 +317,29 @@ class Decoder:
         return hidden.index_copy_(0, rows, embeddings.to(hidden.dtype))
 
     @overload
-    def forward(self, hidden: torch.Tensor, batch: PagedBatch, kvs: Sequence[torch.Tensor],
-                groups: Sequence[int]) -> torch.Tensor: ...
+    def forward(
+        self, hidden: torch.Tensor, batch: PagedBatch, kvs: Sequence[torch.Tensor], groups: Sequence[int]
+    ) -> torch.Tensor: ...
     @overload
-    def forward(self, hidden: torch.Tensor, batch: PagedBatch, kvs: Sequence[torch.Tensor], groups: Sequence[int], *,
-                aux_hidden: tuple[int, ...]) -> tuple[torch.Tensor, dict[int, torch.Tensor]]: ...
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        batch: PagedBatch,
+        kvs: Sequence[torch.Tensor],
+        groups: Sequence[int],
+        *,
+        aux_hidden: tuple[int, ...],
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]: ...
 
-    def forward(self, hidden: torch.Tensor, batch: PagedBatch, kvs: Sequence[torch.Tensor], groups: Sequence[int], *,
-                aux_hidden: tuple[int, ...] | None = None
-                ) -> torch.Tensor | tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        batch: PagedBatch,
+        kvs: Sequence[torch.Tensor],
+        groups: Sequence[int],
+        *,
+        aux_hidden: tuple[int, ...] | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """hidden [R, E] -> hidden rows [R, E] after the final norm.
 
         kvs and groups name the cache tensor and the block-table group of each layer held here. `hidden` may be

@@ -89,8 +89,7 @@ def _get(config: Mapping[str, Any], key: str, default: Any) -> Any:
     return default if value is None else value
 
 
-def _rope(config: Mapping[str, Any], theta: float, *, layer_type: str | None = None,
-          scaled: bool = True) -> RopeSpec:
+def _rope(config: Mapping[str, Any], theta: float, *, layer_type: str | None = None, scaled: bool = True) -> RopeSpec:
     """One rotary table from either spelling: `rope_parameters` (perhaps by layer type) or the older two fields."""
     parameters = _get(config, "rope_parameters", {})
     if layer_type is not None and isinstance(parameters.get(layer_type), Mapping):
@@ -114,8 +113,9 @@ def _rope(config: Mapping[str, Any], theta: float, *, layer_type: str | None = N
     return RopeSpec(parameters=parameters, theta=theta, partial_rotary_factor=float(partial))
 
 
-def _shape(config: Mapping[str, Any], *, theta: float = 10_000.0, head_dim: int | None = None,
-           tie: bool = False) -> dict[str, Any]:
+def _shape(
+    config: Mapping[str, Any], *, theta: float = 10_000.0, head_dim: int | None = None, tie: bool = False
+) -> dict[str, Any]:
     """The fields that all families read alike: sizes, one rotary table, full attention everywhere."""
     num_heads = int(config["num_attention_heads"])
     hidden = int(config["hidden_size"])
@@ -123,8 +123,9 @@ def _shape(config: Mapping[str, Any], *, theta: float = 10_000.0, head_dim: int 
     dim = int(_get(config, "head_dim", head_dim or hidden // num_heads))
     num_kv_heads = int(_get(config, "num_key_value_heads", num_heads))
     if num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise ModelLoadError(f"expected num_attention_heads ({num_heads}) to be a multiple of num_key_value_heads "
-                             f"({num_kv_heads})")
+        raise ModelLoadError(
+            f"expected num_attention_heads ({num_heads}) to be a multiple of num_key_value_heads ({num_kv_heads})"
+        )
     return {
         "family": config["model_type"],
         "vocab_size": int(config["vocab_size"]),
@@ -146,8 +147,12 @@ def _shape(config: Mapping[str, Any], *, theta: float = 10_000.0, head_dim: int 
 
 
 _ACTIVATIONS: dict[str, Activation] = {
-    "silu": "silu", "swish": "silu", "gelu": "gelu",
-    "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
 }
 
 
@@ -167,14 +172,14 @@ def _windows(config: Mapping[str, Any], layer_types: list[str], default_window: 
         raise ModelLoadError(f"layer_types names {len(layer_types)} layers of {config['num_hidden_layers']}")
     if window is None:
         return (0,) * int(config["num_hidden_layers"])
-    return tuple(int(window) if kind == "sliding_attention" else 0
-                 for kind in layer_types[: config["num_hidden_layers"]])
+    return tuple(
+        int(window) if kind == "sliding_attention" else 0 for kind in layer_types[: config["num_hidden_layers"]]
+    )
 
 
 def _llama(config: Mapping[str, Any]) -> DecoderConfig:
     bias = bool(_get(config, "attention_bias", False))
-    return DecoderConfig(**_shape(config), qkv_bias=bias, out_bias=bias,
-                         mlp_bias=bool(_get(config, "mlp_bias", False)))
+    return DecoderConfig(**_shape(config), qkv_bias=bias, out_bias=bias, mlp_bias=bool(_get(config, "mlp_bias", False)))
 
 
 def _mistral(config: Mapping[str, Any]) -> DecoderConfig:
@@ -231,9 +236,12 @@ def _gemma2(config: Mapping[str, Any]) -> DecoderConfig:
     default = ["sliding_attention" if (i + 1) % 2 else "full_attention" for i in range(shape["num_layers"])]
     shape["windows"] = _windows(config, _get(config, "layer_types", default), 4096)
     shape["scale"] = float(_get(config, "query_pre_attn_scalar", 256)) ** -0.5
-    return DecoderConfig(**shape, block="sandwich",
-                         attn_soft_cap=float(config.get("attn_logit_softcapping", 50.0) or 0.0),
-                         logit_soft_cap=float(config.get("final_logit_softcapping", 30.0) or 0.0))
+    return DecoderConfig(
+        **shape,
+        block="sandwich",
+        attn_soft_cap=float(config.get("attn_logit_softcapping", 50.0) or 0.0),
+        logit_soft_cap=float(config.get("final_logit_softcapping", 30.0) or 0.0),
+    )
 
 
 def _gemma3(config: Mapping[str, Any]) -> DecoderConfig:
@@ -244,22 +252,35 @@ def _gemma3(config: Mapping[str, Any]) -> DecoderConfig:
     shape["scale"] = float(_get(config, "query_pre_attn_scalar", 256)) ** -0.5
     shape["ropes"] = (
         _rope(config, float(_get(config, "rope_theta", 1_000_000.0)), layer_type="full_attention"),
-        _rope(config, float(_get(config, "rope_local_base_freq", 10_000.0)), layer_type="sliding_attention",
-              scaled=False),
+        _rope(
+            config, float(_get(config, "rope_local_base_freq", 10_000.0)), layer_type="sliding_attention", scaled=False
+        ),
     )
     shape["rope_index"] = tuple(1 if window else 0 for window in shape["windows"])
-    return DecoderConfig(**shape, block="sandwich", qk_norm="rms",
-                         attn_soft_cap=float(config.get("attn_logit_softcapping") or 0.0),
-                         logit_soft_cap=float(config.get("final_logit_softcapping") or 0.0))
+    return DecoderConfig(
+        **shape,
+        block="sandwich",
+        qk_norm="rms",
+        attn_soft_cap=float(config.get("attn_logit_softcapping") or 0.0),
+        logit_soft_cap=float(config.get("final_logit_softcapping") or 0.0),
+    )
 
 
 def _phi(config: Mapping[str, Any]) -> DecoderConfig:
     shape = _shape({**config, "partial_rotary_factor": _get(config, "partial_rotary_factor", 0.5)})
     shape["norm_eps"] = float(_get(config, "layer_norm_eps", 1e-5))
     shape["activation"] = _activation(_get(config, "hidden_act", "gelu_new"))
-    return DecoderConfig(**shape, block="parallel", norm="layer", gated_mlp=False, qkv_bias=True, out_bias=True,
-                         mlp_bias=True, head_bias=True,
-                         qk_norm="layer" if _get(config, "qk_layernorm", False) else None)
+    return DecoderConfig(
+        **shape,
+        block="parallel",
+        norm="layer",
+        gated_mlp=False,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        head_bias=True,
+        qk_norm="layer" if _get(config, "qk_layernorm", False) else None,
+    )
 
 
 def _phi3(config: Mapping[str, Any]) -> DecoderConfig:
@@ -271,8 +292,11 @@ def _phi3(config: Mapping[str, Any]) -> DecoderConfig:
 def _mixtral(config: Mapping[str, Any]) -> DecoderConfig:
     shape = _shape({**config, "rms_norm_eps": _get(config, "rms_norm_eps", 1e-5)}, theta=1_000_000.0)
     shape["windows"] = (int(_get(config, "sliding_window", 0)),) * shape["num_layers"]
-    return DecoderConfig(**shape, num_experts=int(_get(config, "num_local_experts", 8)),
-                         experts_per_token=int(_get(config, "num_experts_per_tok", 2)))
+    return DecoderConfig(
+        **shape,
+        num_experts=int(_get(config, "num_local_experts", 8)),
+        experts_per_token=int(_get(config, "num_experts_per_tok", 2)),
+    )
 
 
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], DecoderConfig]] = {

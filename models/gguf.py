@@ -48,9 +48,31 @@ TYPES: dict[int, BlockType] = {
     30: BlockType("BF16", 1, 2),
 }
 # Named only to say clearly what a file holds that cannot be read.
-_OTHER_TYPES = {6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS",
-                18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16",
-                26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"}
+_OTHER_TYPES = {
+    6: "Q5_0",
+    7: "Q5_1",
+    9: "Q8_1",
+    10: "Q2_K",
+    11: "Q3_K",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    20: "IQ4_NL",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    23: "IQ4_XS",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    39: "MXFP4",
+}
 
 
 @dataclass(frozen=True)
@@ -104,7 +126,7 @@ class GGUFFile:
         if length > limit:
             raise self._bad(f"{what} of {length} bytes at byte {self._at}; at most {limit} are allowed")
         self._need(length, what)
-        value = self._map[self._at:self._at + length]
+        value = self._map[self._at : self._at + length]
         self._at += length
         return value
 
@@ -135,7 +157,7 @@ class GGUFFile:
         width = struct.calcsize("<" + _SCALARS[item]) if item in _SCALARS else 8 if item == _STRING else 12
         self._need(count * width, "an array")
         if item in _SCALARS:
-            raw = self._map[self._at:self._at + count * width]
+            raw = self._map[self._at : self._at + count * width]
             self._at += count * width
             return np.frombuffer(raw, np.dtype("<" + _SCALARS[item])).tolist()
         if item == _STRING:
@@ -177,8 +199,10 @@ class GGUFFile:
     def _add_tensor(self, name: str, kind: int, shape: tuple[int, ...], offset: int, alignment: int) -> None:
         label = name[:80]
         if kind not in TYPES:
-            raise self._bad(f"tensor {label!r} has type {_OTHER_TYPES.get(kind, kind)}; "
-                            f"readable are {', '.join(t.name for t in TYPES.values())}")
+            raise self._bad(
+                f"tensor {label!r} has type {_OTHER_TYPES.get(kind, kind)}; "
+                f"readable are {', '.join(t.name for t in TYPES.values())}"
+            )
         block = TYPES[kind]
         if name in self.tensors:
             raise self._bad(f"the tensor {label!r} comes twice")
@@ -189,8 +213,10 @@ class GGUFFile:
             count *= extent
         num_bytes = count // block.size * block.num_bytes
         if offset % alignment or offset + num_bytes > self._size:
-            raise self._bad(f"truncated or damaged: tensor {label!r} lies at bytes {offset} to {offset + num_bytes} "
-                            f"of a file of {self._size}")
+            raise self._bad(
+                f"truncated or damaged: tensor {label!r} lies at bytes {offset} to {offset + num_bytes} "
+                f"of a file of {self._size}"
+            )
         self.tensors[name] = TensorInfo(name, block, shape, offset, num_bytes)
 
     # --------------------------------------------------------------------------------------------------------- tensors
@@ -211,7 +237,7 @@ class GGUFFile:
 
 
 def _fp16(blocks: NDArray[np.uint8], at: int) -> NDArray[np.float32]:
-    return np.ascontiguousarray(blocks[..., at:at + 2]).view(np.float16).astype(np.float32)
+    return np.ascontiguousarray(blocks[..., at : at + 2]).view(np.float16).astype(np.float32)
 
 
 def _nibbles(packed: NDArray[np.uint8], width: int) -> NDArray[np.uint8]:
@@ -270,7 +296,13 @@ def _bf16(b: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 
 _DEQUANTIZE: dict[str, Callable[[NDArray[np.uint8]], NDArray[np.float32]]] = {
-    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "BF16": _bf16,
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "BF16": _bf16,
 }
 _CHUNK_BLOCKS = 1 << 15  # bounds the temporaries of one piece to some 30 MB
 
@@ -285,6 +317,6 @@ def dequantize(blocks: NDArray[np.uint8], kind: BlockType) -> NDArray[Any]:
     out = np.empty((len(flat), kind.size), np.float32)
     undo = _DEQUANTIZE[kind.name]
     for start in range(0, len(flat), _CHUNK_BLOCKS):
-        piece = flat[start:start + _CHUNK_BLOCKS]
-        out[start:start + len(piece)] = undo(piece).reshape(len(piece), kind.size)
+        piece = flat[start : start + _CHUNK_BLOCKS]
+        out[start : start + len(piece)] = undo(piece).reshape(len(piece), kind.size)
     return out.reshape(shape)

@@ -30,8 +30,11 @@ _BLOCK_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_SANDWICH = {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
-             "post_ffw_norm": "post_feedforward_layernorm"}
+_SANDWICH = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _EXPERTS = {"gate": "w1", "down": "w2", "up": "w3"}  # of a Mixtral checkpoint
 # Tables that belong to the rotary config, not to a layer.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -54,14 +57,28 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family(model_type="mistral", architecture="MistralForCausalLM", permuted=True),
     "qwen2": Family(model_type="qwen2", architecture="Qwen2ForCausalLM"),
     "qwen3": Family(model_type="qwen3", architecture="Qwen3ForCausalLM"),
-    "gemma": Family(model_type="gemma", architecture="GemmaForCausalLM", norm_plus_one=True,
-                    activation="gelu_pytorch_tanh"),
-    "gemma2": Family(model_type="gemma2", architecture="Gemma2ForCausalLM", norm_plus_one=True, names=_SANDWICH,
-                     activation="gelu_pytorch_tanh"),
-    "gemma3": Family(model_type="gemma3_text", architecture="Gemma3ForCausalLM", norm_plus_one=True, names=_SANDWICH,
-                     activation="gelu_pytorch_tanh"),
-    "phi3": Family(model_type="phi3", architecture="Phi3ForCausalLM",
-                   names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
+    "gemma": Family(
+        model_type="gemma", architecture="GemmaForCausalLM", norm_plus_one=True, activation="gelu_pytorch_tanh"
+    ),
+    "gemma2": Family(
+        model_type="gemma2",
+        architecture="Gemma2ForCausalLM",
+        norm_plus_one=True,
+        names=_SANDWICH,
+        activation="gelu_pytorch_tanh",
+    ),
+    "gemma3": Family(
+        model_type="gemma3_text",
+        architecture="Gemma3ForCausalLM",
+        norm_plus_one=True,
+        names=_SANDWICH,
+        activation="gelu_pytorch_tanh",
+    ),
+    "phi3": Family(
+        model_type="phi3",
+        architecture="Phi3ForCausalLM",
+        names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    ),
 }
 
 
@@ -69,8 +86,10 @@ def family_of(file: GGUFFile) -> Family:
     """The file's row of the table, or ModelLoadError with the list of those there are."""
     name = file.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in FAMILIES:
-        raise ModelLoadError(f"{file.path.name}: architecture {str(name)[:60]!r} is not supported; "
-                             f"expected one of {', '.join(sorted(FAMILIES))}")
+        raise ModelLoadError(
+            f"{file.path.name}: architecture {str(name)[:60]!r} is not supported; "
+            f"expected one of {', '.join(sorted(FAMILIES))}"
+        )
     family = FAMILIES[name]
     if family.model_type == "llama" and file.metadata.get("llama.expert_count", 0):
         return Family(model_type="mixtral", architecture="MixtralForCausalLM", permuted=True)
@@ -102,8 +121,9 @@ def hf_names(file: GGUFFile, family: Family) -> dict[str, Origin]:
                 raise ModelLoadError(f"{file.path.name}: {tensor[:80]!r} and {out[name].tensor[:80]!r} are both {name}")
             out[name] = origin
     if unknown:
-        raise ModelLoadError(f"{file.path.name}: {len(unknown)} tensors that no {family.model_type} model has: "
-                             f"{', '.join(unknown[:20])}")
+        raise ModelLoadError(
+            f"{file.path.name}: {len(unknown)} tensors that no {family.model_type} model has: {', '.join(unknown[:20])}"
+        )
     return out
 
 
@@ -123,8 +143,9 @@ def _translate(tensor: str, file: GGUFFile, family: Family) -> list[tuple[str, O
     return [(f"{layer}.{name}.{kind}", Origin(tensor))] if name and expert is None else []
 
 
-def _translate_expert(tensor: str, file: GGUFFile, layer: str, word: str, expert: str | None
-                      ) -> list[tuple[str, Origin]]:
+def _translate_expert(
+    tensor: str, file: GGUFFile, layer: str, word: str, expert: str | None
+) -> list[tuple[str, Origin]]:
     """Experts come stacked (`ffn_up_exps`, [E, F, H]) or, in old files, one by one (`ffn_up.3`)."""
     moe = f"{layer}.block_sparse_moe"
     if word == "ffn_gate_inp" and expert is None:
@@ -152,8 +173,9 @@ class _Fields:
         return self.file.metadata.get(f"{self.prefix}.{key}")
 
     def _bad(self, key: str, value: object) -> ModelLoadError:
-        return ModelLoadError(f"{self.file.path.name}: {self.prefix}.{key} is {str(value)[:60]!r}, "
-                              "expected a number > 0")
+        return ModelLoadError(
+            f"{self.file.path.name}: {self.prefix}.{key} is {str(value)[:60]!r}, expected a number > 0"
+        )
 
     def integer(self, key: str, default: int | None = None) -> int:
         value = self._get(key)
@@ -184,12 +206,15 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     family = family_of(file)
     f = _Fields(file)
     hidden, heads = f.integer("embedding_length"), f.integer("attention.head_count")
-    head_dim = f.integer("attention.key_length", f.integer("rope.dimension_count", hidden // heads)
-                         if family.permuted else hidden // heads)
+    head_dim = f.integer(
+        "attention.key_length",
+        f.integer("rope.dimension_count", hidden // heads) if family.permuted else hidden // heads,
+    )
     value_dim = f.integer("attention.value_length", head_dim)
     if value_dim != head_dim:
-        raise ModelLoadError(f"{file.path.name}: keys of {head_dim} and values of {value_dim} dimensions "
-                             "are not supported")
+        raise ModelLoadError(
+            f"{file.path.name}: keys of {head_dim} and values of {value_dim} dimensions are not supported"
+        )
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelLoadError(f"{file.path.name}: no token_embd.weight")
@@ -267,8 +292,12 @@ def _rope(f: _Fields, file: GGUFFile, head_dim: int) -> dict[str, Any]:
     if "rope_factors_long.weight" in file.tensors:
         short, long = (_table(file, f"rope_factors_{word}.weight") for word in ("short", "long"))
         original = f.integer("rope.scaling.original_context_length")
-        rope |= {"rope_type": "longrope", "short_factor": short, "long_factor": long,
-                 "original_max_position_embeddings": original}
+        rope |= {
+            "rope_type": "longrope",
+            "short_factor": short,
+            "long_factor": long,
+            "original_max_position_embeddings": original,
+        }
         if f.has("rope.scaling.attn_factor"):
             rope["attention_factor"] = f.real("rope.scaling.attn_factor")
     elif "rope_freqs.weight" in file.tensors:
@@ -277,14 +306,19 @@ def _rope(f: _Fields, file: GGUFFile, head_dim: int) -> dict[str, Any]:
         factor = f.real("rope.scaling.factor" if kind else "rope.scale_linear")
         rope |= {"rope_type": "linear", "factor": factor} if factor != 1.0 else {}
     elif kind == "yarn":
-        rope |= {"rope_type": "yarn", "factor": f.real("rope.scaling.factor"),
-                 "original_max_position_embeddings": f.integer("rope.scaling.original_context_length")}
+        rope |= {
+            "rope_type": "yarn",
+            "factor": f.real("rope.scaling.factor"),
+            "original_max_position_embeddings": f.integer("rope.scaling.original_context_length"),
+        }
         for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
             if f.has(f"rope.scaling.{key}"):
                 rope[name] = f.real(f"rope.scaling.{key}")
     elif kind not in ("", "none"):
-        raise ModelLoadError(f"{file.path.name}: rope scaling {kind[:40]!r} is not supported here; "
-                             "expected none, linear, yarn, or a table of factors")
+        raise ModelLoadError(
+            f"{file.path.name}: rope scaling {kind[:40]!r} is not supported here; "
+            "expected none, linear, yarn, or a table of factors"
+        )
     return rope
 
 
@@ -298,12 +332,23 @@ def _llama3_or_longrope(factors: list[float], theta: float, head_dim: int, f: _F
     """Llama 3.1's scaling is stored as its result, one divisor a frequency. Its usual constants are tried; where they
     do not give the table, the table itself is the config ("longrope" with equal factors says exactly that)."""
     original = f.integer("rope.scaling.original_context_length", 8192)
-    guess = {"rope_type": "llama3", "factor": max(factors), "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-             "original_max_position_embeddings": original}
+    guess = {
+        "rope_type": "llama3",
+        "factor": max(factors),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": original,
+    }
     wavelength = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = np.clip((original / wavelength - 1.0) / (4.0 - 1.0), 0.0, 1.0)
     expected = 1 / ((1 - smooth) / max(factors) + smooth)
     if len(factors) == len(expected) and np.allclose(expected, factors, rtol=1e-4):
         return guess
-    return {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "attention_factor": 1.0,
-            "factor": 1.0, "original_max_position_embeddings": f.integer("context_length")}
+    return {
+        "rope_type": "longrope",
+        "short_factor": factors,
+        "long_factor": factors,
+        "attention_factor": 1.0,
+        "factor": 1.0,
+        "original_max_position_embeddings": f.integer("context_length"),
+    }

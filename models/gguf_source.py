@@ -52,8 +52,9 @@ class GGUFSource:
     def get_slice(self, name: str, dim: int, lo: int, hi: int) -> Tensor | LinearWeight:
         shape = self.shape(name)
         if not 0 <= dim < len(shape) or not 0 <= lo <= hi <= shape[dim]:
-            raise ModelLoadError(f"tensor {name[:80]!r} of shape {list(shape)} has no slice {lo}:{hi} "
-                                 f"in dimension {dim}")
+            raise ModelLoadError(
+                f"tensor {name[:80]!r} of shape {list(shape)} has no slice {lo}:{hi} in dimension {dim}"
+            )
         return self._read(name, (dim, lo, hi))
 
     def _read(self, name: str, cut: tuple[int, int, int] | None) -> Tensor | LinearWeight:
@@ -104,5 +105,3 @@ def _undo_permutation(blocks: NDArray[np.uint8], heads: int) -> NDArray[np.uint8
     """
     rows = blocks.shape[0]
     return blocks.reshape(heads, rows // heads // 2, 2, *blocks.shape[1:]).swapaxes(1, 2).reshape(blocks.shape)
-
-

@@ -27,25 +27,34 @@ _CASED_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _TAIL
 _QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _TAIL
-_QWEN35 = (_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
-           r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+_QWEN35 = (
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _TEKKEN = _CASED % ("", "") + r"|\p{N}" + _CASED_TAIL
 _GPT4O = _CASED % ((_CONTRACTIONS + "?",) * 2) + r"|\p{N}{1,3}" + _CASED_TAIL
-_DEEPSEEK3 = (r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+",
-              r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-              r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[一-龥぀-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 _SINGLE_DIGITS = (r"\p{N}", _GPT2)
 
 # Name -> regular expressions, applied one after the other: each cuts what the ones before left, matches and gaps alike.
 PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
     "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"),
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "exaone4", "jais", "trillion", "granite-docling", "modern-bert"),
-                    (_GPT2,)),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
-                    _SINGLE_DIGITS),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe", "chatglm-bpe", "glm4", "falcon3",
-                     "pixtral", "lfm2"), (_LLAMA3,)),
+    **dict.fromkeys(
+        ("gpt-2", "phi-2", "mpt", "olmo", "exaone4", "jais", "trillion", "granite-docling", "modern-bert"), (_GPT2,)
+    ),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _SINGLE_DIGITS
+    ),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe", "chatglm-bpe", "glm4", "falcon3", "pixtral", "lfm2"),
+        (_LLAMA3,),
+    ),
     **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "hunyuan", "megrez", "grok-2"), (_QWEN2,)),
     "qwen35": (_QWEN35,),
     "tekken": (_TEKKEN,),
@@ -70,10 +79,20 @@ def backend_from_metadata(metadata: Mapping[str, Any], name: str) -> Backend:
         backend = _scored(metadata, tokens, types, name)
     else:
         raise ModelLoadError(f"{name}: tokenizer {kind!r} is not supported; expected 'gpt2' or 'llama'")
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False)
-                                for token, type in zip(tokens, types, strict=True) if type in (_UNKNOWN, _CONTROL)])
-    backend.add_tokens([AddedToken(token, special=False, normalized=False)
-                        for token, type in zip(tokens, types, strict=True) if type == _USER_DEFINED])
+    backend.add_special_tokens(
+        [
+            AddedToken(token, special=True, normalized=False)
+            for token, type in zip(tokens, types, strict=True)
+            if type in (_UNKNOWN, _CONTROL)
+        ]
+    )
+    backend.add_tokens(
+        [
+            AddedToken(token, special=False, normalized=False)
+            for token, type in zip(tokens, types, strict=True)
+            if type == _USER_DEFINED
+        ]
+    )
     if backend.get_vocab_size(with_added_tokens=True) != len(tokens):
         raise ModelLoadError(f"{name}: the vocabulary has {len(tokens)} tokens, some of them twice")
     _add_ends(backend, metadata, tokens, kind, name)
@@ -143,8 +162,13 @@ def _scored(metadata: Mapping[str, Any], tokens: list[str], types: list[int], na
     unknown = metadata.get("tokenizer.ggml.unknown_token_id")
     has_bytes = sum(type == _BYTE for type in types) >= 256
     try:
-        model = models.BPE(vocab=vocab, merges=[merge for *_, merge in merges], fuse_unk=True, byte_fallback=has_bytes,
-                           unk_token=tokens[unknown] if isinstance(unknown, int) and unknown < len(tokens) else None)
+        model = models.BPE(
+            vocab=vocab,
+            merges=[merge for *_, merge in merges],
+            fuse_unk=True,
+            byte_fallback=has_bytes,
+            unk_token=tokens[unknown] if isinstance(unknown, int) and unknown < len(tokens) else None,
+        )
     except Exception as error:
         raise ModelLoadError(f"{name}: the scores do not give merges ({str(error)[:100]})") from None
     backend = Backend(model)

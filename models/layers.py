@@ -57,8 +57,9 @@ class Linear:
         self.weights: tuple[LinearWeight, ...] = ()
         self.bias: torch.Tensor | None = None
 
-    def load(self, reader: WeightReader, parts: Sequence[Rows], *, bias: bool = False,
-             columns: tuple[int, int] | None = None) -> None:
+    def load(
+        self, reader: WeightReader, parts: Sequence[Rows], *, bias: bool = False, columns: tuple[int, int] | None = None
+    ) -> None:
         """Take `columns` (default all) of the rows of each part, one part below the other."""
         self.weights = reader.matrix(parts, columns=columns)
         self.bias = reader.bias(parts) if bias else None

@@ -64,8 +64,10 @@ def read_config(path: Path | str) -> dict[str, Any]:
     if "quantization_config" in config:
         method = config["quantization_config"]
         method = method.get("quant_method") if isinstance(method, dict) else method
-        raise ModelLoadError(f"{path.name}: weights quantized by {str(method)[:40]!r} are not supported; "
-                             "expected float safetensors or a GGUF file")
+        raise ModelLoadError(
+            f"{path.name}: weights quantized by {str(method)[:40]!r} are not supported; "
+            "expected float safetensors or a GGUF file"
+        )
     return config
 
 
@@ -91,8 +93,11 @@ def check_names(expected: Iterable[str], available: Iterable[str], *, optional: 
     """ModelLoadError with both lists unless `available` holds all of `expected` and nothing but them and `optional`."""
     want, have = set(expected), set(available)
     missing, unexpected = sorted(want - have), sorted(have - want - set(optional))
-    parts = [f"{len(names)} {word}: {', '.join(n[:120] for n in names[:_SHOWN])}" + ", ..." * (len(names) > _SHOWN)
-             for word, names in (("missing", missing), ("unexpected", unexpected)) if names]
+    parts = [
+        f"{len(names)} {word}: {', '.join(n[:120] for n in names[:_SHOWN])}" + ", ..." * (len(names) > _SHOWN)
+        for word, names in (("missing", missing), ("unexpected", unexpected))
+        if names
+    ]
     if parts:
         raise ModelLoadError(f"the weights do not fit the model; {'; '.join(parts)}")
 

@@ -209,8 +209,9 @@ def _indent(text: str, width: int | str = 4, first: bool = False, blank: bool = 
     return "\n".join(out)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None,
-             sort_keys: bool = False) -> str:
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
     """Unlike Jinja's own: no HTML escapes, the options of `json.dumps` as the models' authors expect them."""
     width = None if indent is None else min(max(int(indent), 0), _MAX_INDENT)
     _weigh(value)
@@ -267,8 +268,9 @@ _FILTERS = frozenset(
     "truncate unique upper wordcount".split()
 )
 # These look at no element, or weigh for themselves; all other filters may walk their whole value.
-_LISTS = frozenset("d default first items join last length list count map reject rejectattr reverse select selectattr "
-                   "safe".split())
+_LISTS = frozenset(
+    "d default first items join last length list count map reject rejectattr reverse select selectattr safe".split()
+)
 _COMPARING_TESTS = frozenset("eq ne lt le gt ge == != < <= > >= equalto lessthan greaterthan in".split())
 # Methods of str that can blow up a value; `replace` and `join` come back guarded.
 _STR_METHODS = frozenset("center ljust rjust zfill expandtabs format format_map translate encode maketrans".split())
@@ -397,16 +399,18 @@ def _written(value: Any) -> Any:
 
 
 def _environment() -> _Environment:
-    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols],
-                               finalize=_written, cache_size=0)
+    environment = _Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=_written, cache_size=0
+    )
     filters = {name: function for name, function in environment.filters.items() if name in _FILTERS}
     filters.update(replace=_replace, join=_join, indent=_indent, tojson=_to_json)
     environment.filters = {name: _counted(function, weigh=name not in _LISTS) for name, function in filters.items()}
     environment.filters[_CONCAT] = _counted(_concat, weigh=False)
     environment.filters[_SIZE] = _made
     environment.filters[_WEIGH] = _weigh
-    environment.tests.update({name: _counted(cast(Any, environment.tests[name]), weigh=True)
-                              for name in _COMPARING_TESTS})
+    environment.tests.update(
+        {name: _counted(cast(Any, environment.tests[name]), weigh=True) for name in _COMPARING_TESTS}
+    )
     environment.filters[_TICK] = _tick
     environment.globals.pop("lipsum", None)
     environment.globals.update(namespace=_Namespace, raise_exception=_refuse, strftime_now=_now)

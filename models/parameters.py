@@ -32,8 +32,12 @@ def parameter_shapes(config: DecoderConfig) -> Shapes:
             _mlp(shapes, config, prefix + ".mlp")
         norms = {
             "sequential": ("input_layernorm", "post_attention_layernorm"),
-            "sandwich": ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
-                         "post_feedforward_layernorm"),
+            "sandwich": (
+                "input_layernorm",
+                "post_attention_layernorm",
+                "pre_feedforward_layernorm",
+                "post_feedforward_layernorm",
+            ),
             "parallel": ("input_layernorm",),
         }[config.block]
         for norm in norms:
@@ -99,8 +103,11 @@ def _experts(shapes: Shapes, config: DecoderConfig, prefix: str) -> None:
     shapes[prefix + ".gate.weight"] = (config.num_experts, hidden)
     for expert in range(config.num_experts):
         name = f"{prefix}.experts.{expert}"
-        shapes |= {name + ".w1.weight": (size, hidden), name + ".w3.weight": (size, hidden),
-                   name + ".w2.weight": (hidden, size)}
+        shapes |= {
+            name + ".w1.weight": (size, hidden),
+            name + ".w3.weight": (size, hidden),
+            name + ".w2.weight": (hidden, size),
+        }
 
 
 class TensorSource:

@@ -55,8 +55,9 @@ def _packaged() -> tuple[ModelSpec, ...]:
         try:
             found = list(point.load()())
         except Exception as error:  # another distribution's code: it must not take our start with it
-            raise ModelLoadError(f"the models of package entry {point.name[:60]!r} cannot be listed: "
-                                 f"{error.__class__.__name__}") from error
+            raise ModelLoadError(
+                f"the models of package entry {point.name[:60]!r} cannot be listed: {error.__class__.__name__}"
+            ) from error
         for spec in found:
             specs.setdefault(spec.id, spec)
     return tuple(specs.values())
@@ -105,8 +106,10 @@ def resolve(name: str) -> ResolvedModel:
         path = _download(name)
         return ResolvedModel(id=name, kind=_kind_of(path), path=path)
     known = ", ".join(spec.id for spec in installed()) or "none"
-    raise ModelNotFound(f"no model {name[:200]!r}: not an installed model (installed: {known}), a .gguf file, "
-                        'a directory or a hub id "owner/name"')
+    raise ModelNotFound(
+        f"no model {name[:200]!r}: not an installed model (installed: {known}), a .gguf file, "
+        'a directory or a hub id "owner/name"'
+    )
 
 
 def _check_name(name: str) -> None:
@@ -145,7 +148,9 @@ def _download(hub_id: str) -> Path:
     except RepositoryNotFoundError:
         raise ModelNotFound(f"no public model {hub_id!r} on the hub (private ones want HF_TOKEN)") from None
     except (LocalEntryNotFoundError, OfflineModeIsEnabled):
-        raise ModelNotFound(f"hub model {hub_id!r} is not in the local cache, and the hub is switched off "
-                            "(HF_HUB_OFFLINE) or cannot be reached") from None
+        raise ModelNotFound(
+            f"hub model {hub_id!r} is not in the local cache, and the hub is switched off "
+            "(HF_HUB_OFFLINE) or cannot be reached"
+        ) from None
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise ModelNotFound(f"hub model {hub_id!r} cannot be fetched ({error.__class__.__name__})") from None

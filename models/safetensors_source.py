@@ -40,8 +40,10 @@ class SafetensorsSource:
         if index is not None:
             lost = sorted(name for name, file in index.items() if self._place.get(name) != file)
             if lost:
-                raise ModelLoadError(f"{len(lost)} tensors of the index are not in their file, first {lost[0][:80]!r} "
-                                     f"in {index[lost[0]][:80]}")
+                raise ModelLoadError(
+                    f"{len(lost)} tensors of the index are not in their file, first {lost[0][:80]!r} "
+                    f"in {index[lost[0]][:80]}"
+                )
 
     def names(self) -> set[str]:
         return set(self._place)
@@ -71,8 +73,9 @@ class SafetensorsSource:
 
     def _checked(self, name: str, tensor: Tensor) -> Tensor:
         if tensor.is_floating_point() and tensor.dtype not in _FLOATS:
-            raise ModelLoadError(f"{self._place[name]}: tensor {name[:80]!r} is {tensor.dtype}; "
-                                 "expected float32, bfloat16 or float16")
+            raise ModelLoadError(
+                f"{self._place[name]}: tensor {name[:80]!r} is {tensor.dtype}; expected float32, bfloat16 or float16"
+            )
         return tensor
 
 
@@ -109,6 +112,7 @@ def _read_index(path: Path) -> dict[str, str]:
         raise ModelLoadError(f"{path.name}: expected a JSON object with a weight_map") from None
     for name, file in index.items():
         if not isinstance(file, str) or not file.endswith(".safetensors") or file != Path(file).name:
-            raise ModelLoadError(f"{path.name}: {name[:80]!r} lies in {str(file)[:80]!r}; "
-                                 "expected a plain *.safetensors name")
+            raise ModelLoadError(
+                f"{path.name}: {name[:80]!r} lies in {str(file)[:80]!r}; expected a plain *.safetensors name"
+            )
     return index

@@ -35,9 +35,16 @@ class Tokenizer:
     `vocab_size` counts ids the tokenizer knows (0..vocab_size-1); the model's own may be larger (padding).
     """
 
-    def __init__(self, backend: Backend, *, eos_token_ids: Iterable[int] = (), bos_token_id: int | None = None,
-                 template: str | None = None, variables: Mapping[str, str] | None = None,
-                 name: str = "tokenizer") -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        eos_token_ids: Iterable[int] = (),
+        bos_token_id: int | None = None,
+        template: str | None = None,
+        variables: Mapping[str, str] | None = None,
+        name: str = "tokenizer",
+    ) -> None:
         """`backend` parses special tokens in text. `template` and `variables` (bos_token...) make the chat template."""
         self._backend = backend
         self._plain = _without_special(backend)
@@ -47,15 +54,19 @@ class Tokenizer:
         self._special = frozenset(index for index, token in added.items() if token.special)
         self._special_ids = {self._added[index]: index for index in self._special}
         self._spelling = spelling_pattern(list(self._special_ids))
-        self.vocab_size: int = max(backend.get_vocab_size(with_added_tokens=True),
-                                   max(added, default=-1) + 1)
+        self.vocab_size: int = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         self.bos_token_id = bos_token_id
         self._to_bytes = _byte_reader(backend)
         self._bytes: dict[int, bytes] = {}
         self._longest: int | None = None
-        self.chat_template = None if template is None else ChatTemplate(
-            template, special_texts=list(self._special_ids), variables=variables, name=f"{name}: chat template")
+        self.chat_template = (
+            None
+            if template is None
+            else ChatTemplate(
+                template, special_texts=list(self._special_ids), variables=variables, name=f"{name}: chat template"
+            )
+        )
 
     @property
     def special_token_ids(self) -> frozenset[int]:
@@ -98,7 +109,9 @@ class Tokenizer:
         ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
         if self._spelling is not None and not self._special.isdisjoint(ids) and self._spelling.search(text):
             # The vocabulary itself has the spelling as a piece (Unigram); encode its halves apart.
-            ids = [index for half in self._halves(text) for index in self._plain.encode(half, add_special_tokens=False).ids]
+            ids = [
+                index for half in self._halves(text) for index in self._plain.encode(half, add_special_tokens=False).ids
+            ]
             unknown = self._unknown_id()
             ids = [index for index in ids if index not in self._special or index == unknown]
         if not add_special_tokens:
@@ -119,7 +132,7 @@ class Tokenizer:
         assert self._spelling is not None
         out, at = [], 0
         for match in self._spelling.finditer(text):
-            out.append((text[at:match.start()], False))
+            out.append((text[at : match.start()], False))
             out.append((match.group(), True))
             at = match.end()
         out.append((text[at:], False))
@@ -188,7 +201,7 @@ class IncrementalDecoder:
             text = self._utf8.decode(b"", final=True)
             self._utf8.reset()
             return text
-        text = self._window(self._ids)[len(self._window(self._ids[:self._read])):]
+        text = self._window(self._ids)[len(self._window(self._ids[: self._read])) :]
         self._ids, self._read = [], 0
         return text
 
@@ -196,13 +209,13 @@ class IncrementalDecoder:
         if not 0 <= token_id < self._tokenizer.vocab_size:
             return ""
         self._ids.append(token_id)
-        before, now = self._window(self._ids[:self._read]), self._window(self._ids)
+        before, now = self._window(self._ids[: self._read]), self._window(self._ids)
         if now.endswith("\ufffd") and len(self._ids) - self._read < 8 or len(now) <= len(before):
             return ""
         # Keep the last token that was read as context: joining rules (spaces, apostrophes) look one token back.
-        self._ids = self._ids[self._read:]
+        self._ids = self._ids[self._read :]
         self._read = len(self._ids)
-        return now[len(before):]
+        return now[len(before) :]
 
     def _window(self, ids: list[int]) -> str:
         return self._tokenizer._backend.decode(ids, skip_special_tokens=False) if ids else ""
@@ -311,11 +324,20 @@ def tokenizer_from_metadata(metadata: Mapping[str, Any], name: str) -> Tokenizer
 
     bos = index("bos")
     ends = [value for key in ("eos", "eot", "eom") if (value := index(key)) is not None]
-    variables = {f"{key}_token": tokens[value] for key in ("bos", "eos", "unk", "pad")
-                 if (value := index({"unk": "unknown", "pad": "padding"}.get(key, key))) is not None}
+    variables = {
+        f"{key}_token": tokens[value]
+        for key in ("bos", "eos", "unk", "pad")
+        if (value := index({"unk": "unknown", "pad": "padding"}.get(key, key))) is not None
+    }
     template = metadata.get("tokenizer.chat_template")
-    return Tokenizer(backend, eos_token_ids=ends, bos_token_id=bos, variables=variables, name=name,
-                     template=template if isinstance(template, str) else None)
+    return Tokenizer(
+        backend,
+        eos_token_ids=ends,
+        bos_token_id=bos,
+        variables=variables,
+        name=name,
+        template=template if isinstance(template, str) else None,
+    )
 
 
 def _from_directory(path: Path) -> Tokenizer:
@@ -329,8 +351,11 @@ def _from_directory(path: Path) -> Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     config = _read_json(path / "tokenizer_config.json")
-    variables = {key: text for key in ("bos_token", "eos_token", "unk_token", "pad_token")
-                 if (text := _token_text(config.get(key))) is not None}
+    variables = {
+        key: text
+        for key in ("bos_token", "eos_token", "unk_token", "pad_token")
+        if (text := _token_text(config.get(key))) is not None
+    }
     ends: list[int] = []
     for source in (_read_json(path / "generation_config.json"), _read_json(path / "config.json")):
         value = source.get("eos_token_id")
@@ -338,8 +363,14 @@ def _from_directory(path: Path) -> Tokenizer:
     if "eos_token" in variables and (index := backend.token_to_id(variables["eos_token"])) is not None:
         ends.append(index)
     bos = backend.token_to_id(variables["bos_token"]) if "bos_token" in variables else None
-    return Tokenizer(backend, eos_token_ids=ends, bos_token_id=bos, template=_find_template(path, config),
-                     variables=variables, name=path.name)
+    return Tokenizer(
+        backend,
+        eos_token_ids=ends,
+        bos_token_id=bos,
+        template=_find_template(path, config),
+        variables=variables,
+        name=path.name,
+    )
 
 
 def _find_template(path: Path, config: Mapping[str, Any]) -> str | None:

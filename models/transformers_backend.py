@@ -55,15 +55,25 @@ class Probe:
         elif mask is not None or not getattr(module, "is_causal", True):
             self.trouble = self.trouble or "attention that is not plainly causal"
         else:
-            self.specs[layer] = KVSpec(kind="window" if window else "full", num_kv_heads=key.shape[1],
-                                       head_dim=key.shape[3], window=window)
+            self.specs[layer] = KVSpec(
+                kind="window" if window else "full", num_kv_heads=key.shape[1], head_dim=key.shape[3], window=window
+            )
 
 
-def paged_interface(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-                    attention_mask: torch.Tensor | None, *, scaling: float | None = None,
-                    sliding_window: int | None = None, softcap: float | None = None,
-                    s_aux: torch.Tensor | None = None, motet_step: Step | Probe | None = None,
-                    **_: Any) -> tuple[torch.Tensor, None]:
+def paged_interface(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    motet_step: Step | Probe | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
     """Attention as `transformers` calls it: query [1, H, R, D], key and value [1, K, R, D] -> ([1, R, H, D], None)."""
     if isinstance(motet_step, Probe):
         motet_step.record(module, key, value, attention_mask, sliding_window or 0)
@@ -75,8 +85,16 @@ def paged_interface(module: nn.Module, query: torch.Tensor, key: torch.Tensor, v
     store_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), kv, motet_step.batch.slots[group])
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     sinks = None if s_aux is None else s_aux.float()
-    out = paged_attention(query[0].transpose(0, 1), kv, motet_step.batch, group, scale=scale,
-                          window=sliding_window or 0, soft_cap=softcap or 0.0, sinks=sinks)
+    out = paged_attention(
+        query[0].transpose(0, 1),
+        kv,
+        motet_step.batch,
+        group,
+        scale=scale,
+        window=sliding_window or 0,
+        soft_cap=softcap or 0.0,
+        sinks=sinks,
+    )
     return out[None], None
 
 
@@ -93,8 +111,15 @@ class HiddenIsOutput(nn.Module):
 class TransformersModel:
     """A causal LM with the methods of `Decoder`. Call under `torch.inference_mode()`."""
 
-    def __init__(self, config: Mapping[str, Any], source: WeightSource, *, shard: Shard = WHOLE,
-                 dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        source: WeightSource,
+        *,
+        shard: Shard = WHOLE,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
         """Raises ModelLoadError for an architecture that the cache cannot serve and for weights that do not fit."""
         if shard.tp_size > 1 or shard.ep_size > 1 or shard.layers is not None:
             raise ModelLoadError(f"{config.get('model_type')}: the transformers backend does not shard")
@@ -128,17 +153,37 @@ class TransformersModel:
         return hidden.index_copy_(0, rows, embeddings.to(hidden.dtype))
 
     @overload
-    def forward(self, hidden: torch.Tensor, batch: PagedBatch, kvs: Sequence[torch.Tensor],
-                groups: Sequence[int]) -> torch.Tensor: ...
+    def forward(
+        self, hidden: torch.Tensor, batch: PagedBatch, kvs: Sequence[torch.Tensor], groups: Sequence[int]
+    ) -> torch.Tensor: ...
     @overload
-    def forward(self, hidden: torch.Tensor, batch: PagedBatch, kvs: Sequence[torch.Tensor], groups: Sequence[int], *,
-                aux_hidden: tuple[int, ...]) -> tuple[torch.Tensor, dict[int, torch.Tensor]]: ...
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        batch: PagedBatch,
+        kvs: Sequence[torch.Tensor],
+        groups: Sequence[int],
+        *,
+        aux_hidden: tuple[int, ...],
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]: ...
 
-    def forward(self, hidden: torch.Tensor, batch: PagedBatch, kvs: Sequence[torch.Tensor], groups: Sequence[int], *,
-                aux_hidden: tuple[int, ...] | None = None) -> Any:
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        batch: PagedBatch,
+        kvs: Sequence[torch.Tensor],
+        groups: Sequence[int],
+        *,
+        aux_hidden: tuple[int, ...] | None = None,
+    ) -> Any:
         """As `Decoder.forward`."""
-        out = self._body(inputs_embeds=hidden[None], position_ids=batch.position[None], use_cache=False,
-                         output_hidden_states=bool(aux_hidden), motet_step=Step(batch, kvs, groups))
+        out = self._body(
+            inputs_embeds=hidden[None],
+            position_ids=batch.position[None],
+            use_cache=False,
+            output_hidden_states=bool(aux_hidden),
+            motet_step=Step(batch, kvs, groups),
+        )
         rows = out.last_hidden_state[0]
         if aux_hidden is None:
             return rows

@@ -50,9 +50,17 @@ class WeightReader:
     invariant  has matrices multiply so that a row's result never depends on how many rows there are
     """
 
-    def __init__(self, source: WeightSource, shapes: Shapes, *, dtype: torch.dtype = torch.float32,
-                 device: torch.device | str = "cpu", weights: WeightsMode = "keep",
-                 quantize: Quantize | None = None, invariant: bool = False) -> None:
+    def __init__(
+        self,
+        source: WeightSource,
+        shapes: Shapes,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        weights: WeightsMode = "keep",
+        quantize: Quantize | None = None,
+        invariant: bool = False,
+    ) -> None:
         self.source = source
         self.shapes = shapes
         self.dtype = dtype
@@ -76,8 +84,9 @@ class WeightReader:
         biases = [self.vector(part.name + ".bias", part.lo, part.hi) for part in parts]
         return biases[0] if len(biases) == 1 else torch.cat(biases)
 
-    def matrix(self, parts: Sequence[Rows], *, columns: tuple[int, int] | None = None,
-               is_head: bool = False) -> tuple[LinearWeight, ...]:
+    def matrix(
+        self, parts: Sequence[Rows], *, columns: tuple[int, int] | None = None, is_head: bool = False
+    ) -> tuple[LinearWeight, ...]:
         """The parts' rows, one below the other, packed for compute: one weight, or one per part where formats differ.
 
         `columns` cuts the inputs; of a part with its own row range, the rows are read and the columns cut from them.

@@ -22,8 +22,16 @@ class TextAssembly:
     become a stop string and of an unfinished character.
     """
 
-    def __init__(self, tokenizer: Tokenizer, index: int, automaton: StopAutomaton | None, *, min_tokens: int = 0,
-                 include_stop: bool = False, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        index: int,
+        automaton: StopAutomaton | None,
+        *,
+        min_tokens: int = 0,
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
         self._tokenizer = tokenizer
         self._index = index
         self._matcher = StopMatcher(automaton) if automaton is not None else None
@@ -74,7 +82,7 @@ class TextAssembly:
             until = self._length
         else:
             until = self._length - self._matcher.num_held
-        text, self._held_text = self._held_text[:until - self._sent], self._held_text[until - self._sent:]
+        text, self._held_text = self._held_text[: until - self._sent], self._held_text[until - self._sent :]
         self._sent = until
         ids: list[int] = []
         details: list[TextLogprob] = []
@@ -91,8 +99,11 @@ class TextAssembly:
 
 def to_text_logprob(tokenizer: Tokenizer, logprob: TokenLogprob) -> TextLogprob:
     """The engine's numbers with the tokens' text."""
-    top = tuple(TextLogprob(token_id, tokenizer.token_text(token_id), tokenizer.token_bytes(token_id), value, rank)
-                for rank, (token_id, value) in enumerate(zip(logprob.top_ids, logprob.top_logprobs, strict=True), 1))
+    top = tuple(
+        TextLogprob(token_id, tokenizer.token_text(token_id), tokenizer.token_bytes(token_id), value, rank)
+        for rank, (token_id, value) in enumerate(zip(logprob.top_ids, logprob.top_logprobs, strict=True), 1)
+    )
     token_id = logprob.token_id
-    return TextLogprob(token_id, tokenizer.token_text(token_id), tokenizer.token_bytes(token_id), logprob.logprob,
-                       logprob.rank, top)
+    return TextLogprob(
+        token_id, tokenizer.token_text(token_id), tokenizer.token_bytes(token_id), logprob.logprob, logprob.rank, top
+    )

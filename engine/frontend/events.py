@@ -105,6 +105,8 @@ TEXT_TERMINAL = (TextDone, TextFailed, TextAborted)
 def total_usage(usages: Iterable[Usage]) -> Usage:
     """Usage of a request from its choices': they share one prompt, so it counts once."""
     usages = list(usages)
-    return Usage(num_prompt_tokens=max((usage.num_prompt_tokens for usage in usages), default=0),
-                 num_cached_tokens=max((usage.num_cached_tokens for usage in usages), default=0),
-                 num_output_tokens=sum(usage.num_output_tokens for usage in usages))
+    return Usage(
+        num_prompt_tokens=max((usage.num_prompt_tokens for usage in usages), default=0),
+        num_cached_tokens=max((usage.num_cached_tokens for usage in usages), default=0),
+        num_output_tokens=sum(usage.num_output_tokens for usage in usages),
+    )

@@ -89,10 +89,15 @@ class TextFrontend:
         if not ids:
             raise InvalidRequest("the prompt is empty; at least one token is needed", param=_prompt_field(request))
         check_length(len(ids), request.params.max_tokens, info.max_model_len, param=_prompt_field(request))
-        return Prepared(request=request, info=info, tokenizer=tokenizer, prompt_ids=ids,
-                        prompt_text=self._echo_text(request, tokenizer, ids),
-                        children=_children(request, ids, _with_seed(request.params)),
-                        automaton=StopAutomaton(stops) if stops else None)
+        return Prepared(
+            request=request,
+            info=info,
+            tokenizer=tokenizer,
+            prompt_ids=ids,
+            prompt_text=self._echo_text(request, tokenizer, ids),
+            children=_children(request, ids, _with_seed(request.params)),
+            automaton=StopAutomaton(stops) if stops else None,
+        )
 
     @staticmethod
     def _echo_text(request: TextRequest, tokenizer: Tokenizer, ids: list[int]) -> str | None:
@@ -111,13 +116,15 @@ class TextFrontend:
         if request.messages is not None:
             if request.echo:
                 raise UnsupportedParameter("echo is for completions, not for chats", param="echo")
-            return await _off_loop(_num_chars(request.messages, limit),
-                                   lambda: _encode_chat(request, tokenizer, limit, info.max_model_len))
+            return await _off_loop(
+                _num_chars(request.messages, limit), lambda: _encode_chat(request, tokenizer, limit, info.max_model_len)
+            )
         prompt = request.prompt
         if isinstance(prompt, str):
             _check_chars(len(prompt), limit, info.max_model_len, "prompt")
-            return await _off_loop(len(prompt), lambda: tokenizer.encode(
-                prompt, add_special_tokens=request.add_special_tokens))
+            return await _off_loop(
+                len(prompt), lambda: tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
+            )
         assert prompt is not None
         _check_ids(prompt, info.vocab_size)
         return list(prompt)
@@ -200,8 +207,14 @@ class TextFrontend:
         child = prepared.children[index]
         request = prepared.request
         wants_logprobs = child.params.logprobs is not None
-        assembly = TextAssembly(prepared.tokenizer, index, prepared.automaton, min_tokens=child.params.min_tokens,
-                                include_stop=request.include_stop, skip_special_tokens=request.skip_special_tokens)
+        assembly = TextAssembly(
+            prepared.tokenizer,
+            index,
+            prepared.automaton,
+            min_tokens=child.params.min_tokens,
+            include_stop=request.include_stop,
+            skip_special_tokens=request.skip_special_tokens,
+        )
         clock = _Clock()
         informed = False
         num_cached = 0
@@ -219,10 +232,18 @@ class TextFrontend:
                         yield delta
                     if assembly.stopped is not None:
                         await self._client.abort(child.request_id, "stop")
-                        usage = Usage(num_prompt_tokens=len(child.prompt), num_cached_tokens=num_cached,
-                                      num_output_tokens=assembly.num_kept)
-                        yield TextDone(index=index, finish_reason="stop", stop_reason=assembly.stopped.stop,
-                                       usage=usage, timing=clock.timing())
+                        usage = Usage(
+                            num_prompt_tokens=len(child.prompt),
+                            num_cached_tokens=num_cached,
+                            num_output_tokens=assembly.num_kept,
+                        )
+                        yield TextDone(
+                            index=index,
+                            finish_reason="stop",
+                            stop_reason=assembly.stopped.stop,
+                            usage=usage,
+                            timing=clock.timing(),
+                        )
                         return
                     continue
                 terminal = _terminal(event, index, prepared, assembly)
@@ -255,10 +276,14 @@ def _encode_chat(request: TextRequest, tokenizer: Tokenizer, limit: int, max_mod
     assert request.messages is not None
     _check_chars(_num_chars(request.messages, limit), limit, max_model_len, "messages")
     rendered = template.render(
-        request.messages, tools=request.tools, documents=request.documents,
+        request.messages,
+        tools=request.tools,
+        documents=request.documents,
         add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
-        continue_final_message=request.continue_final_message, template_kwargs=request.template_kwargs,
-        max_chars=limit + _TEMPLATE_SLACK_CHARS)
+        continue_final_message=request.continue_final_message,
+        template_kwargs=request.template_kwargs,
+        max_chars=limit + _TEMPLATE_SLACK_CHARS,
+    )
     _check_chars(len(rendered.text), limit, max_model_len, "messages")
     return tokenizer.encode_prompt(rendered)
 
@@ -280,15 +305,18 @@ def _check_chars(num_chars: int, limit: int, max_model_len: int, param: str) -> 
     if num_chars > limit:
         raise ContextLengthExceeded(
             f"this model's context is {max_model_len} tokens, which hold at most {limit} characters; "
-            f"{param} has more ({num_chars})", param=param)
+            f"{param} has more ({num_chars})",
+            param=param,
+        )
 
 
 def _check_ids(token_ids: Sequence[int], vocab_size: int) -> None:
     for token_id in token_ids:
         if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:
             shown = token_id if isinstance(token_id, int) else type(token_id).__name__
-            raise InvalidRequest(f"token ids: expected integers from 0 to {vocab_size - 1}, got {shown}",
-                                 param="prompt")
+            raise InvalidRequest(
+                f"token ids: expected integers from 0 to {vocab_size - 1}, got {shown}", param="prompt"
+            )
 
 
 def _prompt_field(request: TextRequest) -> str:
@@ -299,12 +327,15 @@ def _truncate(ids: list[int], keep: int | None, max_model_len: int) -> list[int]
     if keep is None:
         return ids
     if not isinstance(keep, int) or keep == 0 or keep < -1:
-        raise InvalidRequest(f"truncate_prompt_tokens: expected -1 or at least 1, got {keep}",
-                             param="truncate_prompt_tokens")
+        raise InvalidRequest(
+            f"truncate_prompt_tokens: expected -1 or at least 1, got {keep}", param="truncate_prompt_tokens"
+        )
     if keep > max_model_len:
-        raise InvalidRequest(f"truncate_prompt_tokens: expected at most {max_model_len} (the context), got {keep}",
-                             param="truncate_prompt_tokens")
-    return ids[-(max_model_len - 1 if keep == -1 else keep):]
+        raise InvalidRequest(
+            f"truncate_prompt_tokens: expected at most {max_model_len} (the context), got {keep}",
+            param="truncate_prompt_tokens",
+        )
+    return ids[-(max_model_len - 1 if keep == -1 else keep) :]
 
 
 def _with_seed(params: SamplingParams) -> SamplingParams:
@@ -320,10 +351,21 @@ def _children(request: TextRequest, ids: list[int], params: SamplingParams) -> l
     for index in range(request.n):
         seed = params.seed + index
         # One choice is enough to score the prompt, and the others can then take it from the cache.
-        mine = msgspec.structs.replace(params, seed=seed if seed <= MAX_SEED else seed - MAX_SEED - 1,
-                                       prompt_logprobs=None if index else params.prompt_logprobs)
-        out.append(Request(request_id=f"{request_id}-{index}", model=request.model, prompt=ids, params=mine,
-                           priority=request.priority, cache_salt=request.cache_salt))
+        mine = msgspec.structs.replace(
+            params,
+            seed=seed if seed <= MAX_SEED else seed - MAX_SEED - 1,
+            prompt_logprobs=None if index else params.prompt_logprobs,
+        )
+        out.append(
+            Request(
+                request_id=f"{request_id}-{index}",
+                model=request.model,
+                prompt=ids,
+                params=mine,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+            )
+        )
     return out
 
 
@@ -349,14 +391,20 @@ class _Clock:
 def _prompt_info(prepared: Prepared, event: AnyEvent) -> PromptInfo:
     logprobs = None
     if isinstance(event, Tokens) and event.prompt_logprobs is not None:
-        logprobs = [None if entry is None else to_text_logprob(prepared.tokenizer, entry)
-                    for entry in event.prompt_logprobs]
-    return PromptInfo(num_prompt_tokens=len(prepared.prompt_ids), token_ids=prepared.prompt_ids,
-                      prompt_logprobs=logprobs, text=prepared.prompt_text)
+        logprobs = [
+            None if entry is None else to_text_logprob(prepared.tokenizer, entry) for entry in event.prompt_logprobs
+        ]
+    return PromptInfo(
+        num_prompt_tokens=len(prepared.prompt_ids),
+        token_ids=prepared.prompt_ids,
+        prompt_logprobs=logprobs,
+        text=prepared.prompt_text,
+    )
 
 
-def _terminal(event: AnyEvent, index: int, prepared: Prepared,
-              assembly: TextAssembly) -> TextDone | TextFailed | TextAborted | None:
+def _terminal(
+    event: AnyEvent, index: int, prepared: Prepared, assembly: TextAssembly
+) -> TextDone | TextFailed | TextAborted | None:
     """The end of a choice in the frontend's words; None for an event that does not end it."""
     if isinstance(event, Failed):
         return TextFailed(index=index, error=event.error)
@@ -366,12 +414,14 @@ def _terminal(event: AnyEvent, index: int, prepared: Prepared,
         return None
     if assembly.stopped is not None:
         usage = msgspec.structs.replace(event.usage, num_output_tokens=assembly.num_kept)
-        return TextDone(index=index, finish_reason="stop", stop_reason=assembly.stopped.stop, usage=usage,
-                        timing=event.timing)
+        return TextDone(
+            index=index, finish_reason="stop", stop_reason=assembly.stopped.stop, usage=usage, timing=event.timing
+        )
     asked = prepared.request.params.stop_token_ids
     reason = event.stop_token if event.stop_token is not None and event.stop_token in asked else None
-    return TextDone(index=index, finish_reason=event.finish_reason, stop_reason=reason, usage=event.usage,
-                    timing=event.timing)
+    return TextDone(
+        index=index, finish_reason=event.finish_reason, stop_reason=reason, usage=event.usage, timing=event.timing
+    )
 
 
 async def _close(events: AsyncIterator[AnyEvent]) -> None:

@@ -16,8 +16,8 @@ import pytest
 from motet.deploy.cli import main
 from motet.deploy.demo import free_port, wait_ready
 from motet.deploy.serve import served_models
-from motet.models import registry
 from motet.engine.errors import ModelNotFound
+from motet.models import registry
 
 MODEL = "smollm2-135m-instruct"
 

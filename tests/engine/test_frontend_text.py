@@ -337,7 +337,11 @@ def test_truncation_keeps_the_end() -> None:
 
 def test_lengths_are_refused_with_the_numbers() -> None:
     ids = list(range(20, 84))
-    refused(TextRequest(model="m", prompt=ids), ContextLengthExceeded, "the prompt has 64 tokens; this model's context is 64")
+    refused(
+        TextRequest(model="m", prompt=ids),
+        ContextLengthExceeded,
+        "the prompt has 64 tokens; this model's context is 64",
+    )
     refused(
         TextRequest(model="m", prompt=ids[:60], params=SamplingParams(max_tokens=5)),
         ContextLengthExceeded,
@@ -374,8 +378,16 @@ def test_lengths_are_refused_with_the_numbers() -> None:
         (TextRequest(model="m", prompt="x", truncate_prompt_tokens=0), InvalidRequest, "truncate_prompt_tokens"),
         (TextRequest(model="m", prompt="x", truncate_prompt_tokens=65), InvalidRequest, "at most 64"),
         (TextRequest(model="m", prompt="x", params=SamplingParams(max_tokens=-1)), InvalidRequest, "max_tokens"),
-    (TextRequest(model="m", prompt="x", params=SamplingParams(temperature=float("nan"))), InvalidRequest, "temperature"),
-    (TextRequest(model="m", prompt="x", params=SamplingParams(logit_bias={10**6: 1.0})), InvalidRequest, "logit_bias"),
+        (
+            TextRequest(model="m", prompt="x", params=SamplingParams(temperature=float("nan"))),
+            InvalidRequest,
+            "temperature",
+        ),
+        (
+            TextRequest(model="m", prompt="x", params=SamplingParams(logit_bias={10**6: 1.0})),
+            InvalidRequest,
+            "logit_bias",
+        ),
         (TextRequest(model="m", messages=[{"role": "user", "content": "x"}], echo=True), UnsupportedParameter, "echo"),
         (TextRequest(model="m", prompt="x", continue_final_message=True), InvalidRequest, "needs messages"),
     ],

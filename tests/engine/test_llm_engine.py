@@ -280,7 +280,9 @@ def test_starved_open_request_is_aborted() -> None:
 def test_quantized_weights_serve(quantize: str) -> None:
     running = tiny.engine(quantize=quantize, deterministic=False)
     answer = tiny.one(running, tiny.request(tiny.prompt(20)))
-    assert answer == tiny.one(tiny.engine(quantize=quantize, deterministic=False, max_num_batched_tokens=7), tiny.request(tiny.prompt(20)))
+    assert answer == tiny.one(
+        tiny.engine(quantize=quantize, deterministic=False, max_num_batched_tokens=7), tiny.request(tiny.prompt(20))
+    )
 
 
 def test_refused_configurations() -> None:

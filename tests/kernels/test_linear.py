@@ -27,7 +27,7 @@ def make(format: str, out: int = 128, inputs: int = 96, seed: int = 0) -> Linear
     blocks = torch.randint(0, 256, (out, inputs // 32, door.BLOCK_BYTES[format]), generator=g, dtype=torch.uint8)
     num_halves = 2 if format == "q4_1" else 1
     halves = (torch.rand(out, inputs // 32, num_halves, generator=g) * 0.02).half()
-    blocks[..., :2 * num_halves] = halves.view(torch.uint8)
+    blocks[..., : 2 * num_halves] = halves.view(torch.uint8)
     return door.from_blocks(format, blocks)  # type: ignore[arg-type]
 
 
@@ -214,6 +214,12 @@ if dispatch.cpu_ops() is not None:
         torch.testing.assert_close(door.linear(x, p), door.linear_reference(x, w), rtol=2e-2, atol=2e-2)
         assert torch.equal(door.dequantize(p, torch.bfloat16), door.dequantize(w, torch.bfloat16))
 """
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"MOTET_CPU_ISA": isa}, capture_output=True,
-                          text=True, timeout=300, cwd="/")
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"MOTET_CPU_ISA": isa},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd="/",
+    )
     assert done.returncode == 0, done.stderr[-2000:]

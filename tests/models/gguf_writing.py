@@ -11,22 +11,56 @@ import torch
 import transformers
 from torch import Tensor
 
-ARCHITECTURES = {"llama": "llama", "mixtral": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
-                 "gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3"}
-NAMES = {"input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-         "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.qkv_proj": "attn_qkv",
-         "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm",
-         "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.gate_up_proj": "ffn_up",
-         "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp"}
-SANDWICH = NAMES | {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
-                    "post_feedforward_layernorm": "post_ffw_norm"}
+ARCHITECTURES = {
+    "llama": "llama",
+    "mixtral": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "phi3": "phi3",
+}
+NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+}
+SANDWICH = NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 
 
 def tiny_model(model_type: str, **changes: Any) -> transformers.PreTrainedModel:
     """A random fp32 model of a family, hidden 64, 2 layers, heads 4 over 2."""
-    config = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
-              "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "rms_norm_eps": 1e-5} | changes
+    config = {
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 128,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "rms_norm_eps": 1e-5,
+    } | changes
     if model_type == "mixtral":
         config |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     if model_type in ("gemma2", "gemma3_text"):
@@ -93,8 +127,13 @@ def _tensors(model: transformers.PreTrainedModel) -> dict[str, Tensor]:
     return out
 
 
-def write_gguf(path: Path, model: transformers.PreTrainedModel, kind: str = "F32",
-               extra: dict[str, np.ndarray[Any, Any]] | None = None, **metadata: Any) -> Path:
+def write_gguf(
+    path: Path,
+    model: transformers.PreTrainedModel,
+    kind: str = "F32",
+    extra: dict[str, np.ndarray[Any, Any]] | None = None,
+    **metadata: Any,
+) -> Path:
     """`kind` is the type of matrices whose rows it divides; everything else is F32. `extra` tensors are added."""
     config = model.config
     writer = gguf.GGUFWriter(str(path), ARCHITECTURES[config.model_type])

@@ -19,8 +19,16 @@ from motet.models.spec import KVSpec
 class PagedSequences:
     """Caches and block tables for `num_sequences` sequences of at most `max_tokens` tokens, for one model."""
 
-    def __init__(self, specs: Sequence[KVSpec], num_sequences: int, max_tokens: int, *, block_size: int = 4,
-                 dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
+    def __init__(
+        self,
+        specs: Sequence[KVSpec],
+        num_sequences: int,
+        max_tokens: int,
+        *,
+        block_size: int = 4,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> None:
         self.block_size = block_size
         kinds = list(dict.fromkeys(specs))  # equal specs share a group, as in the engine
         self.groups = [kinds.index(spec) for spec in specs]
@@ -31,8 +39,10 @@ class PagedSequences:
         for _ in kinds:
             blocks = rng.sample(range(1, total), num_sequences * num_blocks)
             self.tables.append([blocks[i * num_blocks : (i + 1) * num_blocks] for i in range(num_sequences)])
-        self.kvs = [torch.full((total, 2, spec.num_kv_heads, block_size, spec.head_dim), float("nan"), dtype=dtype)
-                    for spec in specs]
+        self.kvs = [
+            torch.full((total, 2, spec.num_kv_heads, block_size, spec.head_dim), float("nan"), dtype=dtype)
+            for spec in specs
+        ]
         self.num_computed = [0] * num_sequences
 
     def batch(self, chunks: Sequence[tuple[int, int]]) -> PagedBatch:

@@ -24,14 +24,33 @@ from .paged import PagedSequences
 
 VOCAB = 67
 TINY = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.25, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2,
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.25,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
-LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0,
-               "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-LONG_ROPE = {"rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0, 1.1, 1.3],
-             "long_factor": [2.0, 3.0, 5.0], "partial_rotary_factor": 0.75}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "short_factor": [1.0, 1.1, 1.3],
+    "long_factor": [2.0, 3.0, 5.0],
+    "partial_rotary_factor": 0.75,
+}
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "tie_word_embeddings": True},
     "llama3_rope": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE, "num_key_value_heads": 1},
@@ -44,12 +63,25 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
     "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2},
     "gemma": {"model_type": "gemma", "head_dim": 16, "num_key_value_heads": 1},
-    "gemma2": {"model_type": "gemma2", "head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 24,
-               "attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0},
-    "gemma3": {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 24,
-               "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-               "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
-                                   "sliding_attention": {"rope_type": "default", "rope_theta": 10.0}}},
+    "gemma2": {
+        "model_type": "gemma2",
+        "head_dim": 16,
+        "sliding_window": 5,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 4.0,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "sliding_window": 5,
+        "query_pre_attn_scalar": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+        },
+    },
     "phi": {"model_type": "phi", "num_key_value_heads": 4},
     "phi_qk_norm": {"model_type": "phi", "qk_layernorm": True, "partial_rotary_factor": 0.75},
     "phi3": {"model_type": "phi3", "sliding_window": 9},
@@ -129,8 +161,15 @@ def test_chunks_decode_and_batches_equal_whole(case: str, folder: Path) -> None:
     """Three sequences in mixed steps: chunks of prompts beside single tokens give each sequence's own logits."""
     model = ours(case, folder)
     texts = [random_ids(23, 1), random_ids(14, 2), random_ids(17, 3)]
-    steps = [[(0, 7)], [(0, 1), (1, 9)], [(2, 5), (0, 11), (1, 1)], [(0, 1), (1, 1), (2, 1)], [(1, 1), (2, 8)],
-             [(2, 1), (0, 1)], [(1, 2), (0, 2), (2, 2)]]
+    steps = [
+        [(0, 7)],
+        [(0, 1), (1, 9)],
+        [(2, 5), (0, 11), (1, 1)],
+        [(0, 1), (1, 1), (2, 1)],
+        [(1, 1), (2, 8)],
+        [(2, 1), (0, 1)],
+        [(1, 2), (0, 2), (2, 2)],
+    ]
     sequences = PagedSequences(model.kv_specs(), 3, 23, seed=5)
     got: list[list[torch.Tensor]] = [[], [], []]
     for step in steps:
@@ -152,8 +191,13 @@ def test_old_spellings_of_rope_mean_the_same() -> None:
     new = DecoderConfig.from_dict(TINY | {"model_type": "llama", "rope_parameters": LLAMA3_ROPE})
     old = DecoderConfig.from_dict(TINY | {"model_type": "llama", "rope_theta": 500.0, "rope_scaling": scaling})
     assert dict(old.ropes[0].parameters) == dict(new.ropes[0].parameters)
-    gemma = TINY | {"model_type": "gemma3_text", "rope_theta": 7e5, "rope_local_base_freq": 1e3,
-                    "rope_scaling": {"type": "linear", "factor": 8.0}, "sliding_window_pattern": 2}
+    gemma = TINY | {
+        "model_type": "gemma3_text",
+        "rope_theta": 7e5,
+        "rope_local_base_freq": 1e3,
+        "rope_scaling": {"type": "linear", "factor": 8.0},
+        "sliding_window_pattern": 2,
+    }
     full, local = DecoderConfig.from_dict(gemma).ropes
     assert (full.theta, full.parameters["rope_type"], full.parameters["factor"]) == (7e5, "linear", 8.0)
     assert (local.theta, local.parameters["rope_type"]) == (1e3, "default")
@@ -166,8 +210,9 @@ def test_aux_hidden_is_the_stream_before_a_layer(folder: Path) -> None:
         theirs = peer("llama")(ids[None], output_hidden_states=True).hidden_states
         model = ours("llama", folder)
         sequences = PagedSequences(model.kv_specs(), 1, 12)
-        hidden, aux = model.forward(model.embed(ids), sequences.batch([(0, 12)]), sequences.kvs, sequences.groups,
-                                    aux_hidden=(0, 2))
+        hidden, aux = model.forward(
+            model.embed(ids), sequences.batch([(0, 12)]), sequences.kvs, sequences.groups, aux_hidden=(0, 2)
+        )
     assert sorted(aux) == [0, 2]
     for layer, stream in aux.items():
         torch.testing.assert_close(stream, theirs[layer][0], atol=1e-5, rtol=1e-5)
@@ -200,16 +245,19 @@ def test_a_wrong_shape_is_named() -> None:
         build_model(TINY | CASES["llama"], TensorSource(tensors))
 
 
-@pytest.mark.parametrize("wrong", [
-    {"num_attention_heads": 5, "num_key_value_heads": 2},
-    {"hidden_act": "relu6"},
-    {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}},
-    {"hidden_size": None},
-    {"num_attention_heads": 0},
-    {"rope_parameters": ["default"]},
-    {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
-    {"num_hidden_layers": "many"},
-])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_attention_heads": 5, "num_key_value_heads": 2},
+        {"hidden_act": "relu6"},
+        {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}},
+        {"hidden_size": None},
+        {"num_attention_heads": 0},
+        {"rope_parameters": ["default"]},
+        {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+        {"num_hidden_layers": "many"},
+    ],
+)
 def test_unusable_configs_are_load_errors(wrong: dict[str, Any]) -> None:
     with pytest.raises(ModelLoadError):
         build_model(TINY | CASES["llama"] | wrong, TensorSource({}))

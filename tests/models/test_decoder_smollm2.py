@@ -17,11 +17,25 @@ from .paged import PagedSequences
 PATH = resolve("smollm2-135m-instruct").path
 NUM_NEW = 128
 PROMPTS = (
-    "What is the capital of France?", "Write a haiku about the sea.", "def fibonacci(n):", "The quick brown fox",
-    "List three uses of copper.", "Why is the sky blue?", "Once upon a time in a small village", "2 + 2 =",
-    "Translate 'good morning' into Spanish.", "Explain photosynthesis to a child.", "The year 1969 is known for",
-    "Roses are red,", "SELECT name FROM users WHERE", "A recipe for pancakes:", "Dear Sir or Madam,",
-    "How do airplanes fly?", "My favourite animal is", "In mathematics, a prime number", "Who wrote Hamlet?",
+    "What is the capital of France?",
+    "Write a haiku about the sea.",
+    "def fibonacci(n):",
+    "The quick brown fox",
+    "List three uses of copper.",
+    "Why is the sky blue?",
+    "Once upon a time in a small village",
+    "2 + 2 =",
+    "Translate 'good morning' into Spanish.",
+    "Explain photosynthesis to a child.",
+    "The year 1969 is known for",
+    "Roses are red,",
+    "SELECT name FROM users WHERE",
+    "A recipe for pancakes:",
+    "Dear Sir or Madam,",
+    "How do airplanes fly?",
+    "My favourite animal is",
+    "In mathematics, a prime number",
+    "Who wrote Hamlet?",
     "The opposite of cold is",
 )
 
@@ -87,8 +101,9 @@ def test_low_precision_keeps_the_distribution(quantized: str) -> None:
     if quantized == "q4_1":
         low = build_model(read_config(PATH), open_weights(PATH), dtype=torch.bfloat16)
     else:
-        low = build_model(read_config(PATH), open_weights(PATH), dtype=torch.bfloat16, weights="dequantize",
-                          quantize=quantized)  # type: ignore[arg-type]
+        low = build_model(
+            read_config(PATH), open_weights(PATH), dtype=torch.bfloat16, weights="dequantize", quantize=quantized
+        )  # type: ignore[arg-type]
     sequences = PagedSequences(low.kv_specs(), 1, len(ids), block_size=16, dtype=torch.bfloat16)
     got = sequences.run(low, [(0, ids)])[0].log_softmax(-1)
     expected = whole.log_softmax(-1)

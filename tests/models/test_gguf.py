@@ -116,8 +116,14 @@ def refused(path: Path) -> str:
 
 
 def test_not_a_gguf(tmp_path: Path) -> None:
-    for data in (b"", b"GGU", b"GGUF", b"PK\x03\x04" * 100, b"GGUF" + struct.pack("<I", 1) + bytes(64),
-                 b"GGUF" + struct.pack(">I", 3) + bytes(64)):
+    for data in (
+        b"",
+        b"GGU",
+        b"GGUF",
+        b"PK\x03\x04" * 100,
+        b"GGUF" + struct.pack("<I", 1) + bytes(64),
+        b"GGUF" + struct.pack(">I", 3) + bytes(64),
+    ):
         path = tmp_path / "bad.gguf"
         path.write_bytes(data)
         refused(path)

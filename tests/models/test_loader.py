@@ -100,8 +100,14 @@ def test_slices_are_the_slice_of_the_whole(tmp_path: Path, model_type: str, kind
 
 
 def test_llama3_scaling_and_other_tables(tmp_path: Path) -> None:
-    rope = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
     model = tiny_model("llama", rope_parameters=rope, max_position_embeddings=131072)
     base = 500_000.0 ** (-np.arange(0, 16, 2) / 16)
     factors = (base / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
@@ -116,9 +122,12 @@ def test_llama3_scaling_and_other_tables(tmp_path: Path) -> None:
 
 def test_phi3_long_factors(tmp_path: Path) -> None:
     short, long = np.linspace(1, 2, 8, dtype=np.float32), np.linspace(2, 9, 8, dtype=np.float32)
-    path = write_gguf(tmp_path / "m.gguf", tiny_model("phi3", max_position_embeddings=512),
-                      extra={"rope_factors_short.weight": short, "rope_factors_long.weight": long},
-                      rope__scaling__original_context_length=128)
+    path = write_gguf(
+        tmp_path / "m.gguf",
+        tiny_model("phi3", max_position_embeddings=512),
+        extra={"rope_factors_short.weight": short, "rope_factors_long.weight": long},
+        rope__scaling__original_context_length=128,
+    )
     rope = from_dict(read_config(path)).rope_parameters
     assert rope["rope_type"] == "longrope" and rope["long_factor"] == long.tolist()
     assert rope["original_max_position_embeddings"] == 128
@@ -126,8 +135,13 @@ def test_phi3_long_factors(tmp_path: Path) -> None:
 
 def test_yarn_and_linear(tmp_path: Path) -> None:
     model = tiny_model("qwen2")
-    path = write_gguf(tmp_path / "y.gguf", model, rope__scaling__type="yarn", rope__scaling__factor=4.0,
-                      rope__scaling__original_context_length=32)
+    path = write_gguf(
+        tmp_path / "y.gguf",
+        model,
+        rope__scaling__type="yarn",
+        rope__scaling__factor=4.0,
+        rope__scaling__original_context_length=32,
+    )
     assert from_dict(read_config(path)).rope_parameters["factor"] == 4.0
     path = write_gguf(tmp_path / "l.gguf", model, rope__scaling__type="linear", rope__scaling__factor=2.0)
     assert read_config(path)["rope_parameters"] == {"rope_theta": 10_000.0, "rope_type": "linear", "factor": 2.0}
@@ -240,8 +254,12 @@ def test_bad_indexes(tmp_path: Path) -> None:
     index = folder / "model.safetensors.index.json"
     good = json.loads(index.read_text())
     name, file = next(iter(good["weight_map"].items()))
-    for other, message in (("../../etc/x.safetensors", "plain"), ("pickle.bin", "plain"), (5, "plain"),
-                           ("absent.safetensors", "missing")):
+    for other, message in (
+        ("../../etc/x.safetensors", "plain"),
+        ("pickle.bin", "plain"),
+        (5, "plain"),
+        ("absent.safetensors", "missing"),
+    ):
         index.write_text(json.dumps({"weight_map": good["weight_map"] | {name: other}}))
         with pytest.raises(ModelLoadError, match=message):
             open_weights(folder)
@@ -261,8 +279,13 @@ def test_bad_configs_and_empty_folders(tmp_path: Path) -> None:
         read_config(tmp_path)
     with pytest.raises(ModelLoadError, match=r"no \*\.safetensors"):
         open_weights(tmp_path)
-    for text, message in (("{", "not valid"), ("[1]", "object"), ("[" * 100_000, "not valid"), ("\xff", "not valid"),
-                          ('{"quantization_config": {"quant_method": "gptq"}}', "gptq")):
+    for text, message in (
+        ("{", "not valid"),
+        ("[1]", "object"),
+        ("[" * 100_000, "not valid"),
+        ("\xff", "not valid"),
+        ('{"quantization_config": {"quant_method": "gptq"}}', "gptq"),
+    ):
         (tmp_path / "config.json").write_text(text, encoding="latin-1")
         with pytest.raises(ModelLoadError, match=message):
             read_config(tmp_path)

@@ -18,8 +18,9 @@ from motet.models.registry import ModelSpec, find, installed, resolve
 
 
 def spec(model_id: str, path: Path) -> ModelSpec:
-    return ModelSpec(id=model_id, kind="llm", locate=lambda: path, licence="Apache-2.0", summary="a test",
-                     num_parameters=1)
+    return ModelSpec(
+        id=model_id, kind="llm", locate=lambda: path, licence="Apache-2.0", summary="a test", num_parameters=1
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -66,8 +67,22 @@ def test_names_that_are_no_names(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert caught.value.param == "model" and (not name.strip() or name not in caught.value.message)
 
 
-@pytest.mark.parametrize("name", ["../etc", "a/../b", "a/..", "a/b/c", "-x/y", "a/b..c", ".a/b", "http://x/y",
-                                  "nothing-here", "a" * 400, "a/" + "b" * 200])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../etc",
+        "a/../b",
+        "a/..",
+        "a/b/c",
+        "-x/y",
+        "a/b..c",
+        ".a/b",
+        "http://x/y",
+        "nothing-here",
+        "a" * 400,
+        "a/" + "b" * 200,
+    ],
+)
 def test_what_is_no_hub_id_is_never_fetched(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fetched(*_: object, **__: object) -> str:
         raise AssertionError("the hub was asked")
@@ -137,6 +152,8 @@ def test_packaged_models(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_registry_and_gguf_reader_never_import_torch() -> None:
-    code = ("import sys, motet.models.registry, motet.models.gguf, motet.models.gguf_families\n"
-            "assert 'torch' not in sys.modules")
+    code = (
+        "import sys, motet.models.registry, motet.models.gguf, motet.models.gguf_families\n"
+        "assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd="/", timeout=60)

@@ -96,8 +96,13 @@ def test_ids_equal_transformers(tokenizer: Tokenizer, reference: Any) -> None:
 
 def _digit_after_space(text: str) -> bool:
     """A digit after two spaces, or one beyond ASCII (several bytes, so a space or digit may join it) after one."""
-    return any(char.isnumeric() and at and (text[at - 1].isspace() or text[at - 1].isnumeric())
-               and (ord(char) > 127 or text[max(at - 2, 0):at].isspace() and at > 1) for at, char in enumerate(text))
+    return any(
+        char.isnumeric()
+        and at
+        and (text[at - 1].isspace() or text[at - 1].isnumeric())
+        and (ord(char) > 127 or text[max(at - 2, 0) : at].isspace() and at > 1)
+        for at, char in enumerate(text)
+    )
 
 
 def test_qwen_ids_equal_transformers(metadata: dict[str, Any]) -> None:
@@ -110,7 +115,9 @@ def test_qwen_ids_equal_transformers(metadata: dict[str, Any]) -> None:
         theirs = cls(vocab=vocab, merges=merges).backend_tokenizer
         theirs.encode_special_tokens = True
         for text in TEXTS:
-            assert ours.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False).ids, text
+            assert ours.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False).ids, (
+                text
+            )
 
 
 @pytest.fixture(scope="module")
@@ -120,24 +127,48 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, Any
 
     folder = tmp_path_factory.mktemp("spm")
     corpus = folder / "corpus.txt"
-    corpus.write_text("\n".join(line for text in TEXTS for line in text.split("\n")
-                                if line.strip() and "\0" not in line and "▁" not in line) * 2)
+    corpus.write_text(
+        "\n".join(
+            line for text in TEXTS for line in text.split("\n") if line.strip() and "\0" not in line and "▁" not in line
+        )
+        * 2
+    )
     sentencepiece.SentencePieceTrainer.train(
-        input=str(corpus), model_prefix=str(folder / "m"), vocab_size=900, model_type="bpe", byte_fallback=True,
-        normalization_rule_name="identity", remove_extra_whitespaces=False, split_digits=True,
-        allow_whitespace_only_pieces=True, minloglevel=2)
+        input=str(corpus),
+        model_prefix=str(folder / "m"),
+        vocab_size=900,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        split_digits=True,
+        allow_whitespace_only_pieces=True,
+        minloglevel=2,
+    )
     model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "m.model"))
     ids = range(model.vocab_size())
 
     def kind(index: int) -> int:
-        return (2 if model.is_unknown(index) else 3 if model.is_control(index) else 6 if model.is_byte(index) else
-                5 if model.is_unused(index) else 1)
+        return (
+            2
+            if model.is_unknown(index)
+            else 3
+            if model.is_control(index)
+            else 6
+            if model.is_byte(index)
+            else 5
+            if model.is_unused(index)
+            else 1
+        )
 
     return model, {
-        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": [model.id_to_piece(index) for index in ids],
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [model.id_to_piece(index) for index in ids],
         "tokenizer.ggml.scores": [model.get_score(index) for index in ids],
-        "tokenizer.ggml.token_type": [kind(index) for index in ids], "tokenizer.ggml.bos_token_id": model.bos_id(),
-        "tokenizer.ggml.eos_token_id": model.eos_id(), "tokenizer.ggml.unknown_token_id": model.unk_id(),
+        "tokenizer.ggml.token_type": [kind(index) for index in ids],
+        "tokenizer.ggml.bos_token_id": model.bos_id(),
+        "tokenizer.ggml.eos_token_id": model.eos_id(),
+        "tokenizer.ggml.unknown_token_id": model.unk_id(),
     }
 
 
@@ -180,8 +211,9 @@ def test_a_vocabulary_that_holds_the_spelling_as_a_piece(tmp_path: Path) -> None
 
 
 def test_begin_token_comes_from_the_metadata(metadata: dict[str, Any]) -> None:
-    ours = tokenizer_from_metadata({**metadata, "tokenizer.ggml.add_bos_token": True,
-                                    "tokenizer.ggml.add_eos_token": True}, "x")
+    ours = tokenizer_from_metadata(
+        {**metadata, "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}, "x"
+    )
     assert ours.encode("hi <|im_end|>") == [1, *ours.encode("hi <|im_end|>", add_special_tokens=False), 2]
     assert ours.encode("hi", parse_special=True) == ours.encode("hi")
 
@@ -196,7 +228,9 @@ def test_round_trip(tokenizer: Tokenizer) -> None:
 
 @functools.cache
 def _known_bytes(tokenizer: Tokenizer) -> frozenset[int]:
-    return frozenset(piece[0] for index in range(tokenizer.vocab_size) if len(piece := tokenizer.token_bytes(index)) == 1)
+    return frozenset(
+        piece[0] for index in range(tokenizer.vocab_size) if len(piece := tokenizer.token_bytes(index)) == 1
+    )
 
 
 def _streamed(tokenizer: Tokenizer, ids: list[int], cuts: list[int]) -> str:
@@ -239,8 +273,10 @@ def test_special_tokens_are_shown_when_asked(tokenizer: Tokenizer) -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(words=st.lists(st.sampled_from(["hello", "un", "##able", "'", "s", ",", "日", "##本"]), max_size=20),
-       cuts=st.lists(st.integers(0, 40), max_size=5))
+@given(
+    words=st.lists(st.sampled_from(["hello", "un", "##able", "'", "s", ",", "日", "##本"]), max_size=20),
+    cuts=st.lists(st.integers(0, 40), max_size=5),
+)
 def test_other_vocabularies_decode_through_a_window(words: list[str], cuts: list[int]) -> None:
     vocab = {word: index for index, word in enumerate(["[UNK]", "hello", "un", "##able", "'", "s", ",", "日", "##本"])}
     backend = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]"))
@@ -256,9 +292,18 @@ def test_other_vocabularies_decode_through_a_window(words: list[str], cuts: list
 
 def test_tokenizer_json_directory(tokenizer: Tokenizer, tmp_path: Path) -> None:
     tokenizer._backend.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({
-        "eos_token": {"content": "<|im_end|>"}, "bos_token": "<|im_start|>",
-        "chat_template": [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ eos_token }}"}]}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "eos_token": {"content": "<|im_end|>"},
+                "bos_token": "<|im_start|>",
+                "chat_template": [
+                    {"name": "tool_use", "template": "no"},
+                    {"name": "default", "template": "{{ eos_token }}"},
+                ],
+            }
+        )
+    )
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 0]}')
     ours = load_tokenizer(tmp_path)
     assert ours.eos_token_ids == (2, 0) and ours.bos_token_id == 1 and ours.vocab_size == 49152
@@ -270,17 +315,20 @@ def test_tokenizer_json_directory(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path).encode_chat([{"role": "user", "content": "x"}]) == [1]
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    ({"tokenizer.ggml.pre": "martian"}, "martian"),
-    ({"tokenizer.ggml.model": "bert"}, "'bert'"),
-    ({"tokenizer.ggml.tokens": None}, "tokens is missing"),
-    ({"tokenizer.ggml.merges": ["abc"]}, "two pieces"),
-    ({"tokenizer.ggml.merges": ["nosuchpiece a"]}, "merges do not fit"),
-    ({"tokenizer.ggml.token_type": [1]}, "token types"),
-    ({"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 10**9}, "bos_token_id"),
-    ({"tokenizer.chat_template": "{% for x in %}"}, "chat template"),
-    ({"tokenizer.ggml.model": "llama"}, "scores is missing"),
-])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tokenizer.ggml.pre": "martian"}, "martian"),
+        ({"tokenizer.ggml.model": "bert"}, "'bert'"),
+        ({"tokenizer.ggml.tokens": None}, "tokens is missing"),
+        ({"tokenizer.ggml.merges": ["abc"]}, "two pieces"),
+        ({"tokenizer.ggml.merges": ["nosuchpiece a"]}, "merges do not fit"),
+        ({"tokenizer.ggml.token_type": [1]}, "token types"),
+        ({"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 10**9}, "bos_token_id"),
+        ({"tokenizer.chat_template": "{% for x in %}"}, "chat template"),
+        ({"tokenizer.ggml.model": "llama"}, "scores is missing"),
+    ],
+)
 def test_unusable_metadata_is_refused_by_name(metadata: dict[str, Any], change: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelLoadError, match=re.escape(said)):
         tokenizer_from_metadata({**metadata, **change}, "x.gguf")
@@ -307,9 +355,12 @@ def test_broken_text_is_refused(tokenizer: Tokenizer) -> None:
 
 
 def test_server_process_needs_neither_torch_nor_transformers() -> None:
-    code = ("import sys; from motet.models.tokenizer import load_tokenizer; t = load_tokenizer(sys.argv[1]);"
-            "t.encode_chat([{'role': 'user', 'content': 'x'}]); t.encode('x');"
-            "import motet.engine.frontend.text; print([m for m in ('torch', 'transformers') if m in sys.modules])")
-    done = subprocess.run([sys.executable, "-c", code, str(model_file())], capture_output=True, text=True, check=True,
-                          cwd=HERE)
+    code = (
+        "import sys; from motet.models.tokenizer import load_tokenizer; t = load_tokenizer(sys.argv[1]);"
+        "t.encode_chat([{'role': 'user', 'content': 'x'}]); t.encode('x');"
+        "import motet.engine.frontend.text; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(model_file())], capture_output=True, text=True, check=True, cwd=HERE
+    )
     assert done.stdout.strip() == "[]"

@@ -22,10 +22,20 @@ from .test_decoder import TINY, random_ids
 
 CASES: dict[str, dict[str, Any]] = {
     "olmo2": {"model_type": "olmo2"},
-    "cohere2": {"model_type": "cohere2", "sliding_window": 5, "logit_scale": 0.25,
-                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-    "granite": {"model_type": "granite", "logits_scaling": 2.0, "embedding_multiplier": 3.0,
-                "residual_multiplier": 0.7, "attention_multiplier": 0.2, "tie_word_embeddings": True},
+    "cohere2": {
+        "model_type": "cohere2",
+        "sliding_window": 5,
+        "logit_scale": 0.25,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "granite": {
+        "model_type": "granite",
+        "logits_scaling": 2.0,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.2,
+        "tie_word_embeddings": True,
+    },
     "starcoder2": {"model_type": "starcoder2", "sliding_window": 6},
 }
 
@@ -102,15 +112,18 @@ def test_aux_hidden_and_side_embeddings() -> None:
         torch.testing.assert_close(stream, theirs[layer][0], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("settings", "reason"), [
-    ({"model_type": "no_such_thing"}, "no_such_thing"),
-    ({"model_type": "bert"}, "bert|Bert"),
-    ({"model_type": "t5", "d_model": 32}, "t5"),
-    ({"model_type": "bloom"}, "Bloom"),
-    ({"model_type": "mamba2"}, "mamba2|Mamba2"),
-    ({"model_type": "deepseek_v3", "first_k_dense_replace": 3}, "DeepseekV3.*latent"),
-    ({"model_type": "olmo2", "hidden_size": "wide"}, "olmo2.*config"),
-])
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"model_type": "no_such_thing"}, "no_such_thing"),
+        ({"model_type": "bert"}, "bert|Bert"),
+        ({"model_type": "t5", "d_model": 32}, "t5"),
+        ({"model_type": "bloom"}, "Bloom"),
+        ({"model_type": "mamba2"}, "mamba2|Mamba2"),
+        ({"model_type": "deepseek_v3", "first_k_dense_replace": 3}, "DeepseekV3.*latent"),
+        ({"model_type": "olmo2", "hidden_size": "wide"}, "olmo2.*config"),
+    ],
+)
 def test_what_cannot_be_served_is_refused_by_name(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(ModelLoadError, match=reason):
         build_model(TINY | settings, TensorSource({}))

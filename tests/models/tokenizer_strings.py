@@ -6,15 +6,41 @@ import random
 
 WORDS = "the cat didn't see it's I'LL we'Ve naïve café Straße HTTPServer snake_case ﬁne ⅷ ½ Ⅳ don’t o'clock".split()
 DIGITS = ["0", "7", "12", "2024", "3.14159", "1,000,000", "0x1F", "٣٤", "９９", "²³", "1e-9", "007 008", "12  34"]
-CODE = ["def f(x):\n    return x**2\n", "for(int i=0;i<n;++i){\n\ta[i]=0;\n}", "<div class='a'>&nbsp;</div>",
-        "SELECT * FROM t WHERE a>=1;", "#!/bin/sh\r\necho \"$1\"\r\n", "x = {'k': [1, 2, 3]}", "a->b::c",
-        "!=\t===\n\n\n"]
-CJK = ["你好，世界", "東京都", "こんにちは", "안녕하세요", "中文English混排123", "「括弧」",
-       "ｶﾀｶﾅ", "漢字かな交じり文。"]
+CODE = [
+    "def f(x):\n    return x**2\n",
+    "for(int i=0;i<n;++i){\n\ta[i]=0;\n}",
+    "<div class='a'>&nbsp;</div>",
+    "SELECT * FROM t WHERE a>=1;",
+    '#!/bin/sh\r\necho "$1"\r\n',
+    "x = {'k': [1, 2, 3]}",
+    "a->b::c",
+    "!=\t===\n\n\n",
+]
+CJK = [
+    "你好，世界",
+    "東京都",
+    "こんにちは",
+    "안녕하세요",
+    "中文English混排123",
+    "「括弧」",
+    "ｶﾀｶﾅ",
+    "漢字かな交じり文。",
+]
 EMOJI = ["😀", "👩‍👩‍👧‍👦", "🇩🇪", "👍🏽", "❤️", "🧑🏿‍🚀", "☃", "🏴󠁧󠁢󠁳󠁣󠁴󠁿"]
 SPACES = [" ", "  ", "   ", "\t", "\n", "\n\n", " \n", "\r\n", "\u00a0", "\u3000", "\u2028", " \t ", "        "]
-MARKS = ["e\u0301", "n\u0303o", "a\u0308\u0323", "\u0e01\u0e33", "क्षि", "\u200b", "\u200d", "\ufeff", "ﷺ",
-         "\u0000", "\x07"]
+MARKS = [
+    "e\u0301",
+    "n\u0303o",
+    "a\u0308\u0323",
+    "\u0e01\u0e33",
+    "क्षि",
+    "\u200b",
+    "\u200d",
+    "\ufeff",
+    "ﷺ",
+    "\u0000",
+    "\x07",
+]
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<s>", "</s>", "<|im_end", "|>", "<repo_name>", "Ġ", "▁"]
 KINDS = (WORDS, DIGITS, CODE, CJK, EMOJI, SPACES, MARKS)
 
