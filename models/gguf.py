@@ -279,7 +279,7 @@ def _q4_k(b: NDArray[np.uint8]) -> NDArray[np.float32]:
 def _q5_k(b: NDArray[np.uint8]) -> NDArray[np.float32]:
     bit = np.arange(8, dtype=np.uint8)[None, :, None]
     fifth = (b[:, None, 16:48] >> bit) & 1
-    return _q45_k(b, _nibbles(b[:, 48:], 32) | (fifth << 4))
+    return _q45_k(b, (_nibbles(b[:, 48:], 32) | (fifth << 4)).astype(np.uint8))
 
 
 def _q6_k(b: NDArray[np.uint8]) -> NDArray[np.float32]:
