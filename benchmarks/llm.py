@@ -100,7 +100,7 @@ class Setting:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = claims.make_parser(__doc__, list(CLAIMS.values()), LATER)
     parser.add_argument("--model", default=MODEL, help="a GGUF that Motet can name (default: %(default)s)")
-    parser.add_argument("--weights", choices=("dequantize", "keep", "auto"), default="dequantize",
+    parser.add_argument("--weights", choices=("dequantize", "keep", "auto"), default="keep",
                         help="of ours, in memory (default: %(default)s)")  # fmt: skip
     parser.add_argument("--dtype", choices=("bfloat16", "float32", "auto"), default="bfloat16",
                         help="of our activations and cache (default: %(default)s)")  # fmt: skip
