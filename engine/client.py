@@ -18,7 +18,7 @@ from .config import HostConfig
 from .errors import DuplicateRequest, EngineDead, MotetError, Unavailable, from_info
 from .frames import Abort, Append, Call, Progress, Reply, Submit, ToHost, Update
 from .host import BuildEngine, EngineHost
-from .types import TERMINAL, Aborted, AnyEvent, EmbeddingSpan, Failed, ModelInfo, Request, Tokens
+from .types import TERMINAL, Aborted, AnyEvent, AnyRequest, EmbeddingSpan, Failed, ModelInfo, Tokens
 
 OnProgress = Callable[[Progress], None]
 
@@ -26,7 +26,7 @@ OnProgress = Callable[[Progress], None]
 class EngineClient(Protocol):
     """Submit requests, receive events. Every request ends in exactly one terminal event (Done, Aborted, Failed)."""
 
-    def submit(self, request: Request) -> AsyncIterator[AnyEvent]:
+    def submit(self, request: AnyRequest) -> AsyncIterator[AnyEvent]:
         """Start a request; iterate its events. Leaving the iterator early (aclose, cancel) aborts the request.
 
         Consecutive Tokens events are merged when the reader is slower than the engine. Errors arrive as a Failed event,
@@ -40,6 +40,7 @@ class EngineClient(Protocol):
         token_ids: list[int],
         *,
         embeddings: list[EmbeddingSpan] | None = None,
+        pcm: bytes = b"",
         last: bool = False,
     ) -> None: ...
 
@@ -135,7 +136,7 @@ class HostClient:
         """Requests without a terminal event yet."""
         return len(self._mailboxes)
 
-    async def submit(self, request: Request) -> AsyncIterator[AnyEvent]:
+    async def submit(self, request: AnyRequest) -> AsyncIterator[AnyEvent]:
         request_id = request.request_id
         if request_id in self._mailboxes:
             error = DuplicateRequest("request_id: this id is already running", param="request_id")
@@ -176,9 +177,10 @@ class HostClient:
         token_ids: list[int],
         *,
         embeddings: list[EmbeddingSpan] | None = None,
+        pcm: bytes = b"",
         last: bool = False,
     ) -> None:
-        self._post(Append(request_id, token_ids, embeddings or [], last))
+        self._post(Append(request_id, token_ids, embeddings or [], last, pcm))
 
     async def update(self, request_id: str, *, priority: int | None = None, deadline: float | None = None) -> None:
         self._post(Update(request_id, priority, deadline))

@@ -8,14 +8,14 @@ from typing import Any, BinaryIO, TypeAlias
 import msgspec
 
 from .errors import ErrorInfo
-from .types import AnyEvent, EmbeddingSpan, Request
+from .types import AnyEvent, AnyRequest, EmbeddingSpan
 
 _LENGTH = struct.Struct("<I")
 MAX_FRAME = 512 * 2**20
 
 
 class Submit(msgspec.Struct, tag="submit"):
-    request: Request
+    request: AnyRequest
 
 
 class Append(msgspec.Struct, tag="append"):
@@ -23,6 +23,7 @@ class Append(msgspec.Struct, tag="append"):
     token_ids: list[int]
     embeddings: list[EmbeddingSpan]
     last: bool
+    pcm: bytes = b""
 
 
 class Update(msgspec.Struct, tag="update"):

@@ -17,7 +17,7 @@ from .arbiter import DeviceArbiter, Voice
 from .config import HostConfig
 from .errors import InternalError, InvalidRequest, ModelNotFound, MotetError, to_info
 from .frames import Abort, Append, Call, Progress, Reply, Submit, ToHost, Update
-from .types import TERMINAL, Aborted, AnyEvent, EmbeddingSpan, Failed, ModelInfo, Request
+from .types import TERMINAL, Aborted, AnyEvent, EmbeddingSpan, Failed, ModelInfo
 
 
 class Engine(Voice, Protocol):
@@ -26,9 +26,12 @@ class Engine(Voice, Protocol):
     info: ModelInfo
     kind: str
 
-    def submit(self, request: Request) -> None: ...
+    def submit(self, request: Any) -> None:
+        """Raises InvalidRequest, also for a kind of request that is another engine's."""
+        ...
+
     def append(
-        self, request_id: str, token_ids: list[int], *, embeddings: list[EmbeddingSpan] | None, last: bool
+        self, request_id: str, token_ids: list[int], *, embeddings: list[EmbeddingSpan] | None, pcm: bytes, last: bool
     ) -> None: ...
     def update(self, request_id: str, *, priority: int | None, deadline: float | None) -> None: ...
     def abort(self, request_id: str, reason: str) -> list[AnyEvent]: ...
@@ -205,7 +208,13 @@ class EngineHost:
         try:
             if engine is None:
                 raise InvalidRequest("append: the model is still loading")
-            engine.append(message.request_id, message.token_ids, embeddings=message.embeddings, last=message.last)
+            engine.append(
+                message.request_id,
+                message.token_ids,
+                embeddings=message.embeddings,
+                pcm=message.pcm,
+                last=message.last,
+            )
         except Exception as error:
             if engine is not None:
                 engine.abort(message.request_id, "bad_input")

@@ -20,6 +20,7 @@ from .sequence import Sequence, State
 from .types import (
     Aborted,
     AnyEvent,
+    AnyRequest,
     Done,
     EmbeddingSpan,
     Failed,
@@ -68,8 +69,10 @@ class LLMEngine:
 
     # ------------------------------------------------------------------------------------------------ requests
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: AnyRequest) -> None:
         """Queue a request. Raises InvalidRequest (or a kind of it) when it can never run; nothing is kept then."""
+        if not isinstance(request, Request):
+            raise InvalidRequest(f"model {self.info.model!r} answers text requests, not audio", param="model")
         if request.request_id in self._sequences:
             raise DuplicateRequest("request_id: this id is already running", param="request_id")
         info, params = self.info, request.params
@@ -115,10 +118,13 @@ class LLMEngine:
         token_ids: list[int],
         *,
         embeddings: list[EmbeddingSpan] | None = None,
+        pcm: bytes = b"",
         last: bool = False,
     ) -> None:
         """More input for an open request. Raises InvalidRequest when it is not open, or no longer fits."""
         seq = self._sequences.get(request_id)
+        if pcm:
+            raise InvalidRequest("append: a language model takes token ids, not audio", param="pcm")
         if seq is None or not seq.input_open:
             raise InvalidRequest("append: this request is unknown or takes no more input", param="request_id")
         if token_ids and not (0 <= min(token_ids) and max(token_ids) < self.info.vocab_size):

@@ -77,7 +77,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
 
 
-class Request(msgspec.Struct, kw_only=True):
+class Request(msgspec.Struct, kw_only=True, tag="tokens"):
     """One request to the core. `request_id` is made by the server; a caller's own id is only metadata."""
 
     request_id: str
@@ -92,6 +92,57 @@ class Request(msgspec.Struct, kw_only=True):
     embeddings: list[EmbeddingSpan] = []
     open: bool = False  # more input follows through `append`
     attempt: int = 0
+
+
+class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How speech becomes text. Times are seconds. Defaults are those of the reference implementation's long-form mode."""
+
+    task: Literal["transcribe", "translate"] = "transcribe"
+    language: str | None = None  # two-letter code; None: detected on speech
+    prompt: str = ""  # text that may have come before; given to every chunk
+    hotwords: str = ""  # words likely to occur; given to every chunk
+    temperatures: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # the next one is tried where a guard fails
+    beam_size: int = 1  # at temperature 0
+    patience: float = 1.0
+    length_penalty: float | None = None  # None: plain average
+    best_of: int = 1  # samples at temperature > 0
+    compression_ratio_threshold: float = 2.4
+    logprob_threshold: float = -1.0
+    no_speech_threshold: float = 0.6
+    suppress_tokens: tuple[int, ...] | None = None  # None: the model's own list
+    word_timestamps: bool = False
+    timestamps: bool = True
+    vad: bool = True
+    vad_threshold: float = 0.5
+    min_silence_s: float = 0.16  # of files; live streams end a segment after `end_silence_s`
+    end_silence_s: float = 0.5
+    speech_pad_s: float = 0.4
+    max_segment_s: float = 29.0
+    partial_s: float = 0.0  # live: seconds between partial results; 0: none
+    seed: int = 0
+    diarize: bool = False
+    num_speakers: int | None = None
+    known_speakers: tuple[tuple[str, bytes], ...] = ()  # name, its voice as float32 PCM at 16 kHz
+
+
+class AudioRequest(msgspec.Struct, kw_only=True, tag="audio"):
+    """One request to a recogniser. Audio is 16 kHz mono PCM, little-endian: "f32" in [-1, 1] or "s16".
+
+    A file comes whole in `pcm`. A live stream starts with `open=True` and grows through `append(pcm=...)`.
+    """
+
+    request_id: str
+    model: str
+    options: TranscribeOptions = TranscribeOptions()
+    pcm: bytes = b""
+    encoding: Literal["f32", "s16"] = "f32"
+    open: bool = False
+    priority: int = 0
+    deadline: float | None = None
+    attempt: int = 0
+
+
+AnyRequest: TypeAlias = Request | AudioRequest
 
 
 # ----------------------------------------------------------------------------------------------------------- events
@@ -144,6 +195,57 @@ class Pooled(Event, tag="pooled", kw_only=True):
     output: Blob
 
 
+class Word(msgspec.Struct, kw_only=True):
+    """A spoken word with its times in seconds from the start of the audio; `word` keeps its leading space."""
+
+    word: str
+    start: float
+    end: float
+    probability: float
+    speaker: str | None = None
+
+
+class Segment(msgspec.Struct, kw_only=True):
+    """A final piece of transcript. `seek` is the start of its window in frames of 10 ms, as in the reference."""
+
+    id: int
+    start: float
+    end: float
+    text: str
+    tokens: list[int] = []
+    temperature: float = 0.0
+    avg_logprob: float = 0.0
+    compression_ratio: float = 1.0
+    no_speech_prob: float = 0.0
+    seek: int = 0
+    words: list[Word] | None = None
+    speaker: str | None = None
+    language: str = ""
+
+
+class Recognized(Event, tag="recognized", kw_only=True):
+    """Final segments, in order of time. `language` and its probability are those detected or asked for."""
+
+    segments: list[Segment]
+    language: str = ""
+    language_probability: float = 1.0
+
+
+class Partial(Event, tag="partial", kw_only=True):
+    """Live: `committed` was agreed on and will not change (append it); `tentative` may still change."""
+
+    committed: str
+    tentative: str = ""
+    start: float = 0.0
+
+
+class Speech(Event, tag="speech", kw_only=True):
+    """Live: speech began or ended at `sample` (16 kHz) of the stream."""
+
+    what: Literal["started", "stopped"]
+    sample: int
+
+
 FinishReason: TypeAlias = Literal["stop", "length"]
 
 
@@ -154,6 +256,7 @@ class Done(Event, tag="done", kw_only=True):
     stop_token: int | None = None
     usage: Usage = Usage()
     timing: Timing = Timing()
+    audio_s: float = 0.0  # recognisers: seconds of audio heard
 
 
 class Aborted(Event, tag="aborted", kw_only=True):
@@ -169,7 +272,7 @@ class Failed(Event, tag="failed", kw_only=True):
     error: ErrorInfo
 
 
-AnyEvent: TypeAlias = Tokens | Pooled | Done | Aborted | Failed
+AnyEvent: TypeAlias = Tokens | Pooled | Recognized | Partial | Speech | Done | Aborted | Failed
 TERMINAL = (Done, Aborted, Failed)
 
 
