@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..kernels.dispatch import cpu_ops
 from ..models import loader
 from ..models.build import CausalModel, build_model
 from ..models.spec import WHOLE, Shard
@@ -152,6 +153,10 @@ def load_runner(
     raw = loader.read_config(path)
     device = pick_device(config.device, shard.tp_rank)
     dtype = pick_dtype(config, device)
+    if config.deterministic and (device.type != "cpu" or cpu_ops() is None):
+        raise ModelLoadError(
+            "deterministic: needs a CPU and the C++ kernels (`make venv` builds them where there is g++)"
+        )
     report("weights")
     source = loader.open_weights(path)
     keeps = config.weights != "dequantize"

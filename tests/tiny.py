@@ -17,6 +17,7 @@ from motet.engine.config import EngineConfig
 from motet.engine.llm_engine import LLMEngine
 from motet.engine.load import load_llm
 from motet.engine.types import TERMINAL, AnyEvent, Done, Request, SamplingParams, StepPlan, Tokens
+from motet.kernels.dispatch import cpu_ops
 
 VOCAB = 128
 EOS = 2
@@ -47,7 +48,7 @@ def windowed() -> Path:
 def engine(path: Path | None = None, *, proposer: Any = None, clock: Any = None, **config: Any) -> LLMEngine:
     """A float32 CPU engine over a tiny model: 4-token blocks, 64 of them, unless told otherwise."""
     settings: dict[str, Any] = {
-        "dtype": "float32", "deterministic": True, "device": "cpu", "block_size": 4, "num_blocks": 257, "max_num_seqs": 8,
+        "dtype": "float32", "deterministic": cpu_ops() is not None, "device": "cpu", "block_size": 4, "num_blocks": 257, "max_num_seqs": 8,
         "max_num_batched_tokens": 64, "depth": 0, "flight_recorder": 4096,
     } | config  # fmt: skip
     more: dict[str, Any] = {} if clock is None else {"clock": clock}

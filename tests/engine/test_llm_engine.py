@@ -10,6 +10,7 @@ import transformers
 
 from motet.engine.errors import ContextLengthExceeded, DuplicateRequest, InvalidRequest, ModelLoadError
 from motet.engine.types import Aborted, Done, Failed, Request, SamplingParams, StepMask, Tokens
+from motet.kernels.dispatch import cpu_ops
 
 from .. import tiny
 
@@ -307,6 +308,10 @@ def test_deterministic_numbers_do_not_depend_on_the_batch() -> None:
     def wanted() -> list[Request]:
         return [tiny.request(tiny.prompt(5 + 9 * seed, seed), max_tokens=12, logprobs=0) for seed in range(5)]
 
+    if cpu_ops() is None:  # no compiler here: plain torch promises no such thing, and the option says so
+        with pytest.raises(ModelLoadError, match=r"needs a CPU and the C\+\+ kernels"):
+            tiny.engine(deterministic=True)
+        return
     together = scores(tiny.engine(max_num_batched_tokens=512), wanted())
     assert [scores(tiny.engine(), [item])[0] for item in wanted()] == together
     chunked = tiny.engine(max_num_batched_tokens=7)
