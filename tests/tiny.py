@@ -48,7 +48,8 @@ def windowed() -> Path:
 def engine(path: Path | None = None, *, proposer: Any = None, clock: Any = None, **config: Any) -> LLMEngine:
     """A float32 CPU engine over a tiny model: 4-token blocks, 64 of them, unless told otherwise."""
     settings: dict[str, Any] = {
-        "dtype": "float32", "deterministic": cpu_ops() is not None, "device": "cpu", "block_size": 4, "num_blocks": 257, "max_num_seqs": 8,
+        "dtype": "float32", "device": "cpu", "deterministic": cpu_ops() is not None,
+        "block_size": 4, "num_blocks": 257, "max_num_seqs": 8,
         "max_num_batched_tokens": 64, "depth": 0, "flight_recorder": 4096,
     } | config  # fmt: skip
     more: dict[str, Any] = {} if clock is None else {"clock": clock}
