@@ -71,7 +71,8 @@ def test_many_conversations_and_none(chat: Chat) -> None:
     assert chat([]) == []
 
 
-def test_a_stream_gives_the_same_text_and_then_the_result(chat: Chat) -> None:
+def test_a_stream_gives_the_same_text_and_then_the_result(client: ScriptedClient, chat: Chat) -> None:
+    client.delay_s = 0.05  # so that the end cannot have come before it is asked for
     stream = chat.stream("Hi.")
     with pytest.raises(RuntimeError, match="not finished"):
         _ = stream.result
