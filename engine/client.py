@@ -18,6 +18,7 @@ from .config import HostConfig
 from .errors import DuplicateRequest, EngineDead, MotetError, Unavailable, from_info
 from .frames import Abort, Append, Call, Progress, Reply, Submit, ToHost, Update
 from .host import BuildEngine, EngineHost
+from .threads import prepare_threads
 from .types import TERMINAL, Aborted, AnyEvent, AnyRequest, EmbeddingSpan, Failed, ModelInfo, Tokens
 
 OnProgress = Callable[[Progress], None]
@@ -275,6 +276,7 @@ class InlineClient(HostClient):
     def __init__(self, config: HostConfig, *, build: BuildEngine | None = None) -> None:
         super().__init__()
         if build is None:
+            prepare_threads(config.threads)
             from .load import build_engine  # imports torch
 
             build = build_engine

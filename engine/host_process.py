@@ -19,6 +19,7 @@ import msgspec
 from .config import HostConfig
 from .frames import Events, Progress, Reply, pack, read_frame, to_host_decoder
 from .host import EngineHost
+from .threads import prepare_threads
 from .types import AnyEvent
 
 
@@ -78,7 +79,7 @@ def main() -> None:
     if first is None:
         return
     config = msgspec.msgpack.decode(first, type=HostConfig)
-    _set_threads(config.threads)
+    prepare_threads(config.threads)
     from .load import build_engine
 
     host = EngineHost(config, build=build_engine)
@@ -93,17 +94,6 @@ def main() -> None:
     # Daemon threads may sit in a long step or a load; nothing of theirs is worth waiting for.
     sys.stderr.flush()
     os._exit(0 if host.failure is None else 1)
-
-
-def _set_threads(threads: int) -> None:
-    """One thread budget for the device, set before torch starts its pool.
-
-    Between two parallel regions a thread spins a few microseconds (which costs a decode step nothing) and then sleeps:
-    GNU OpenMP's own default spins for milliseconds, and takes the core from the server beside it.
-    """
-    count = threads or os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(count))
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 
 if __name__ == "__main__":
