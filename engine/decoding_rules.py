@@ -62,10 +62,10 @@ class DecodingRules:
         own = [row for row, ids in enumerate(suppress) if ids is not None]
         if own:
             for row in range(len(sampled)):
-                ids = suppress[row]
-                logits[row, self._suppress if ids is None else self._list(ids)] = -torch.inf
+                listed = suppress[row]
+                logits[row, self._suppress if listed is None else self._list(listed)] = -torch.inf
         else:
-            logits[:, self._suppress] = -torch.inf
+            logits.index_fill_(1, self._suppress, -torch.inf)
         for row, ids in enumerate(sampled):
             if not ids:
                 logits[row, self._begin_suppress] = -torch.inf
@@ -77,7 +77,7 @@ class DecodingRules:
         timed = list(timestamps)
         if not any(timed):
             return
-        wins = logits[:, begin:].logsumexp(-1) > logits[:, :begin].max(-1).values
+        wins = logits[:, begin:].logsumexp(-1) > logits[:, :begin].amax(-1)
         if not all(timed):
             wins &= torch.tensor(timed, device=logits.device)
         for row in wins.nonzero()[:, 0].tolist():
@@ -185,10 +185,12 @@ class TimedIds:
 class Split:
     """A window's segments, and how far it was heard: `heard_s` is where to go on; `last_s` the last timestamp, if any.
 
-    `closed` is True when the decoder ended with one timestamp: it says that nothing follows in this window.
+    `closed` is True when the decoder ended with one timestamp: it says that nothing follows in this window. `tail` is what
+    was said after the last pair without a timestamp at its end: to be heard again from `heard_s`, or taken as it is.
     """
 
     segments: list[TimedIds]
+    tail: TimedIds | None
     heard_s: float
     last_s: float | None
     closed: bool
@@ -209,7 +211,7 @@ def split_segments(ids: Sequence[int], *, timestamp_begin: int, window_s: float)
         start = time_of(0) if timed[:1] == [True] else 0.0
         end = last if last is not None and last > start else window_s
         whole = [TimedIds(start=start, end=max(start, end), ids=list(ids), first=0)] if ids else []
-        return Split(segments=whole, heard_s=window_s, last_s=last, closed=closed)
+        return Split(segments=whole, tail=None, heard_s=window_s, last_s=last, closed=closed)
     if closed:
         cuts.append(len(ids))
     segments, begin = [], 0
@@ -219,4 +221,8 @@ def split_segments(ids: Sequence[int], *, timestamp_begin: int, window_s: float)
             segments.append(TimedIds(start=time_of(begin), end=time_of(cut - 1), ids=piece, first=begin))
         begin = cut
     heard = window_s if closed else time_of(cuts[-1] - 1)
-    return Split(segments=segments, heard_s=heard, last_s=last, closed=closed)
+    tail = None
+    if any(not is_time for is_time in timed[begin:]):
+        start = time_of(begin)
+        tail = TimedIds(start=start, end=max(start, window_s), ids=list(ids[begin:]), first=begin)
+    return Split(segments=segments, tail=tail, heard_s=heard, last_s=last, closed=closed)

@@ -23,6 +23,7 @@ from .compatibility import check_config
 from .config import EngineConfig, HostConfig
 from .errors import ModelLoadError
 from .executor import Executor, InlineExecutor
+from .host import Engine
 from .llm_engine import LLMEngine
 from .model_runner import ModelRunner
 from .scheduler import Scheduler
@@ -59,14 +60,18 @@ class LoadedRunner:
     source: str
 
 
-def build_engine(name: str, config: HostConfig, report: Callable[[str], None]) -> LLMEngine:
+def build_engine(name: str, config: HostConfig, report: Callable[[str], None]) -> Engine:
     """Load the model called `name` for a host. Raises ModelNotFound or ModelLoadError."""
     if config.threads:
         torch.set_num_threads(config.threads)
     kind = loader.resolve(name).kind
-    if kind != "llm":
-        raise ModelLoadError(f"model {name!r} is of kind {kind!r}; this version serves: llm", param="model")
-    return load_llm(name, config.engine, report=report)
+    if kind == "llm":
+        return load_llm(name, config.engine, report=report)
+    if kind == "asr":
+        from .asr_load import load_asr
+
+        return load_asr(name, config, report)
+    raise ModelLoadError(f"model {name!r} is of kind {kind!r}; this version serves: llm, asr", param="model")
 
 
 def load_llm(

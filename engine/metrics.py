@@ -49,6 +49,8 @@ TTFT_BUCKETS = (
 ITL_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 LATENCY_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 HTTP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+RTF_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)  # seconds per second of audio
+SESSION_BUCKETS = (1, 5, 15, 60, 300, 900, 1800, 3600, 7200)
 # Tokens, requests.
 LENGTH_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
 COUNT_BUCKETS = (1, 2, 5, 10, 20)
@@ -234,6 +236,25 @@ class Metrics:
             buckets=HTTP_BUCKETS,
         )
         self._disconnects = counter("motet_client_disconnects", "Clients that left before their answer.", ("phase",))
+        self._audio = counter("motet_asr_audio_seconds", "Audio that was transcribed.", ("model",))
+        self._rtf = Histogram(
+            "motet_asr_rtf",
+            "Time from submit to the last text of a file, per second of its audio.",
+            ("model",),
+            registry=self.registry,
+            buckets=RTF_BUCKETS,
+        )
+        self._sockets = counter("motet_websocket_connections", "WebSockets accepted.", ("route",))
+        self._sockets_open = Gauge(
+            "motet_websocket_connections_active", "WebSockets open now.", ("route",), registry=self.registry
+        )
+        self._socket_seconds = Histogram(
+            "motet_websocket_connection_duration_seconds",
+            "From accept to close.",
+            ("route",),
+            registry=self.registry,
+            buckets=SESSION_BUCKETS,
+        )
         self._in_flight = Gauge(
             "motet_http_requests_in_flight", "HTTP requests being answered.", registry=self.registry
         )
@@ -301,6 +322,22 @@ class Metrics:
         self._in_flight.dec()
         self._http.labels(route, method, f"{status // 100}xx").inc()
         self._http_seconds.labels(route).observe(seconds)
+
+    def observe_transcribed(self, model: str, audio_s: float, *, total_s: float | None = None) -> None:
+        """`audio_s` of speech became text; `total_s` is how long that took, given for files only."""
+        self._audio.labels(model).inc(audio_s)
+        if total_s is not None and audio_s > 0:
+            self._rtf.labels(model).observe(total_s / audio_s)
+        if total_s is not None:
+            self._success.labels(model, "stop").inc()
+
+    def socket_opened(self, route: str) -> None:
+        self._sockets.labels(route).inc()
+        self._sockets_open.labels(route).inc()
+
+    def socket_closed(self, route: str, seconds: float) -> None:
+        self._sockets_open.labels(route).dec()
+        self._socket_seconds.labels(route).observe(seconds)
 
     def set_queue(self, num_requests: int, num_tokens: int) -> None:
         self._queue_requests.set(num_requests)
