@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from ..engine.frontend.events import TextLogprob
-from ..engine.types import SamplingParams, Timing, Usage
+from ..engine.types import SamplingParams, Segment, Timing, TranscribeOptions, Usage, Word
+from .subtitles import to_srt, to_vtt
 
 Message: TypeAlias = Mapping[str, Any]  # {"role": "user", "content": "..."}
 Prompt: TypeAlias = str | Sequence[Message]
@@ -77,3 +84,125 @@ class ChatResult:
 
     def __str__(self) -> str:
         return self.text
+
+
+# ------------------------------------------------------------------------------------------------------------- speech
+
+Samples: TypeAlias = NDArray[np.float32] | NDArray[np.int16]  # [T], mono; floats in [-1, 1]
+Audio: TypeAlias = str | os.PathLike[str] | bytes | Samples  # a file, the bytes of a file, or samples
+PCM: TypeAlias = bytes | Samples  # a piece of live audio; bytes are little-endian 16-bit samples
+
+
+class TranscriptionOptions(TypedDict, total=False):
+    """What a transcription may be asked for by keyword; names and meanings are those of `TranscribeOptions`."""
+
+    task: Literal["transcribe", "translate"]
+    language: str | None
+    prompt: str
+    hotwords: str
+    temperature: float  # one instead of the list of those tried one after the other
+    temperatures: Sequence[float]
+    beam_size: int
+    patience: float
+    length_penalty: float | None
+    best_of: int
+    compression_ratio_threshold: float
+    logprob_threshold: float
+    no_speech_threshold: float
+    suppress_tokens: Sequence[int] | None
+    word_timestamps: bool
+    timestamps: bool
+    vad: bool
+    vad_threshold: float
+    min_silence_s: float
+    end_silence_s: float
+    speech_pad_s: float
+    max_segment_s: float
+    partial_s: float
+    seed: int
+    diarize: bool
+    num_speakers: int | None
+    known_speakers: Mapping[str, Audio]  # a few seconds of each known voice
+    options: TranscribeOptions  # all of them at once; single keywords win over it
+    sample_rate: int  # of samples and live audio (files know their own); default 16,000
+    priority: int  # lower runs earlier
+
+
+@dataclass(frozen=True, kw_only=True)
+class TranscriptTiming:
+    """Seconds, as the engine saw them. `speed` is seconds of audio per second of work."""
+
+    queue_s: float
+    total_s: float
+    speed: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transcript:
+    """A whole transcript. Prints as its text.
+
+    Times are seconds from the start of the audio, `duration` is its length. `words` are empty unless `word_timestamps` was
+    asked for; each keeps its leading space, as in its segment.
+    """
+
+    text: str
+    segments: tuple[Segment, ...]
+    language: str
+    language_probability: float
+    duration: float
+    task: str
+    timing: TranscriptTiming
+
+    @property
+    def words(self) -> tuple[Word, ...]:
+        return tuple(word for segment in self.segments for word in segment.words or ())
+
+    def to_srt(self, *, max_chars: int = 0) -> str:
+        """SubRip subtitles; `max_chars` splits segments whose words have times."""
+        return to_srt(self.segments, max_chars=max_chars)
+
+    def to_vtt(self, *, max_chars: int = 0) -> str:
+        """WebVTT subtitles; `max_chars` splits segments whose words have times."""
+        return to_vtt(self.segments, max_chars=max_chars)
+
+    def to_json(self, *, indent: int | None = None) -> str:
+        """The fields that OpenAI's `verbose_json` has, and speakers where there are some."""
+        found = {
+            "task": self.task,
+            "language": self.language,
+            "duration": round(self.duration, 3),
+            "text": self.text,
+            "segments": [_without_none(segment) for segment in self.segments],
+        }
+        if self.words:
+            found["words"] = [_without_none(word) for word in self.words]
+        return json.dumps(found, ensure_ascii=False, indent=indent)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeechMark:
+    """Live: somebody began or stopped to speak, `at_s` seconds into the stream."""
+
+    what: Literal["started", "stopped"]
+    at_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartialText:
+    """Live, while somebody speaks: `committed` is new text that stays; `tentative` follows it and may still change."""
+
+    committed: str
+    tentative: str
+    start: float
+
+
+TranscriptEvent: TypeAlias = SpeechMark | PartialText | Segment
+
+
+def _without_none(value: Segment | Word) -> dict[str, Any]:
+    """A struct as a mapping, without what was not asked for; words of a segment are listed beside the segments."""
+    found: dict[str, Any] = msgspec.to_builtins(value)
+    return {key: item for key, item in found.items() if item is not None and key != "words"}
