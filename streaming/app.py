@@ -8,13 +8,23 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route, WebSocketRoute
 
 from ..engine.client import EngineClient
+from .audio_stream import AudioStream
+from .audio_words import (
+    DiarizedTranscription,
+    TextDelta,
+    Transcription,
+    TranscriptionForm,
+    TranslationForm,
+    VerboseTranscription,
+)
 from .auth import AuthMiddleware, KeyRing
 from .config import ServerConfig
 from .edge import EdgeMiddleware, HostMiddleware, answer_http_exception
 from .exchange import Endpoint, Exchange
+from .openai_audio import FILE, transcriptions, translations
 from .openai_chat import chat_completions
 from .openai_completions import completions
 from .openai_models import get_model, list_models
@@ -36,10 +46,13 @@ from .protocol import (
     Version,
     encode,
 )
+from .realtime import RealtimeSession
 from .service import Service
+from .session import SocketEndpoint
 from .tokens import detokenize, tokenize
 
 _ENGINE_ERRORS = (404, 429, 500, 503, 504)
+_SUBTITLES = ("text/plain", "application/x-subrip", "text/vtt")
 
 
 def operations() -> list[Operation]:
@@ -63,6 +76,31 @@ def operations() -> list[Operation]:
             request=CompletionRequest,
             response=Completion,
             chunk=Completion,
+            errors=_ENGINE_ERRORS,
+        ),
+        Operation(
+            method="POST",
+            path="/v1/audio/transcriptions",
+            handler=transcriptions,
+            summary="Speech to text.",
+            request=TranscriptionForm,
+            file_field=FILE,
+            response=Transcription,
+            responses=(VerboseTranscription, DiarizedTranscription),
+            text_types=_SUBTITLES,
+            chunk=TextDelta,
+            errors=_ENGINE_ERRORS,
+        ),
+        Operation(
+            method="POST",
+            path="/v1/audio/translations",
+            handler=translations,
+            summary="Speech in any language to English text.",
+            request=TranslationForm,
+            file_field=FILE,
+            response=Transcription,
+            responses=(VerboseTranscription,),
+            text_types=_SUBTITLES,
             errors=_ENGINE_ERRORS,
         ),
         Operation(
@@ -139,11 +177,12 @@ def create_app(client: EngineClient | None, config: ServerConfig, *, service: Se
     async def show_openapi(exchange: Exchange) -> None:
         await exchange.send_bytes(openapi)
 
-    routes = [
+    routes: list[BaseRoute] = [
         Route(operation.path, Endpoint(operation.path, operation.handler), methods=[operation.method])
         for operation in table
     ]
     routes.append(Route("/openapi.json", Endpoint("/openapi.json", show_openapi), methods=["GET"]))
+    routes += [WebSocketRoute(session.route, SocketEndpoint(session)) for session in (AudioStream, RealtimeSession)]
     layers = [Middleware(EdgeMiddleware, service=service)]
     if config.allowed_hosts:
         layers.append(Middleware(HostMiddleware, allowed=config.allowed_hosts))

@@ -18,6 +18,7 @@ from .protocol import AuthenticationFailed, send_error
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/ping", "/health"})
 _HASHED = "sha256:"
 _MAX_KEYS = 4  # looked at per request
+_SUBPROTOCOL = "openai-insecure-api-key."  # how browsers send a key: their WebSockets take no headers
 
 
 class KeyRing:
@@ -59,7 +60,10 @@ def _digest(entry: str) -> bytes:
 
 
 def presented_keys(scope: Scope) -> list[str]:
-    """The keys of a request: `Authorization: Bearer`, `x-api-key` (Anthropic) or `api-key` (Azure)."""
+    """The keys of a request: `Authorization: Bearer`, `x-api-key` (Anthropic) or `api-key` (Azure).
+
+    A WebSocket may bring its key as a subprotocol too.
+    """
     found = []
     for name, value in scope["headers"]:
         if name == b"authorization":
@@ -68,11 +72,14 @@ def presented_keys(scope: Scope) -> list[str]:
                 found.append(rest.strip())
         elif name in (b"x-api-key", b"api-key"):
             found.append(value.decode("latin-1").strip())
+    for offer in scope.get("subprotocols", ()):
+        if offer.startswith(_SUBPROTOCOL):
+            found.append(offer.removeprefix(_SUBPROTOCOL))
     return [key for key in found if key][:_MAX_KEYS]
 
 
 class AuthMiddleware:
-    """Pure ASGI. Answers 401 in the usual envelope."""
+    """Pure ASGI. Answers 401 in the usual envelope; a WebSocket gets it in place of the upgrade."""
 
     def __init__(self, app: ASGIApp, *, keys: KeyRing) -> None:
         self.app = app

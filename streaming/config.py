@@ -42,6 +42,13 @@ class ServerConfig:
     max_queued_requests: int = 1024  # admitted and still without a first token
     max_queued_tokens: int = 1_000_000  # prompt tokens of those
     overload_status: Literal[429, 503] = 429  # "healthy but busy" or "cannot serve", for a full queue
+    max_upload_bytes: int = 1024 * 1024 * 1024  # of one audio file, as it comes in
+    max_uploads_bytes: int = 8 * 1024 * 1024 * 1024  # of all files that are coming in or being read, together
+    max_audio_s: float = 4 * 3600.0  # of one audio file, decoded
+    max_decodes: int = 2  # audio files decoded at once; others wait their turn
+    max_sessions: int = 256  # live WebSocket sessions
+    max_socket_message_bytes: int = 4 * 1024 * 1024
+    max_live_ahead_s: float = 30.0  # of audio that a live client may send before its time; then it is read no faster
 
     # How long things may take.
     header_timeout_s: float = 10.0
@@ -51,6 +58,9 @@ class ServerConfig:
     sse_keep_alive_s: float = 10.0  # silence before the first token that is broken with a comment
     stats_timeout_s: float = 2.0  # for the engine's answer to a probe or a scrape
     shutdown_timeout_s: float = 30.0  # for requests in flight after SIGTERM
+    socket_ping_s: float = 20.0  # between pings of a WebSocket, and for the answer to one
+    session_idle_s: float = 300.0  # a live session in which the client says nothing for so long is closed
+    session_max_s: float = 3600.0  # and one older than this
 
     access_log: bool = False
 
@@ -68,6 +78,16 @@ class ServerConfig:
             "write_timeout_s",
             "sse_keep_alive_s",
             "stats_timeout_s",
+            "max_upload_bytes",
+            "max_uploads_bytes",
+            "max_audio_s",
+            "max_decodes",
+            "max_sessions",
+            "max_socket_message_bytes",
+            "max_live_ahead_s",
+            "socket_ping_s",
+            "session_idle_s",
+            "session_max_s",
         ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}")

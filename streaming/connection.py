@@ -1,5 +1,8 @@
 """uvicorn's httptools connection with limits: header bytes and count, time for the headers, pipelined requests, number
 of connections; every refusal at this level is in the JSON envelope too. Puts `motet.abort` into the ASGI scope.
+
+A connection that upgrades to a WebSocket goes on as `LimitedSocket`, whose scope also holds `motet.close(code, reason)`:
+it closes even while the peer reads nothing.
 """
 
 from __future__ import annotations
@@ -9,6 +12,9 @@ import logging
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import Frame
+from websockets.http11 import Request
 
 from ..engine.errors import InvalidRequest, MotetError, Unavailable
 from .config import ServerConfig
@@ -16,6 +22,8 @@ from .protocol import HeadersTooLarge, RequestTimeout, wire_error
 
 _MAX_PIPELINED = 16
 _LARGEST_READ = 256 * 1024  # bytes that one read of the event loop may bring
+_MAX_FRAGMENTS = 4096  # of one WebSocket message
+_CLOSE_S = 2.0  # for the peer's answer to our closing, and for what is still to be written
 
 log = logging.getLogger("motet.server")
 
@@ -131,7 +139,44 @@ class _Refused(Exception):
     pass
 
 
+class LimitedSocket(WebSocketsSansIOProtocol):
+    """uvicorn's WebSocket on the websockets library's state machine. Reads one message ahead, no further."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.close_timeout = _CLOSE_S
+
+    def handle_connect(self, event: Request) -> None:
+        super().handle_connect(event)
+        if self.handshake_initiated and not self.handshake_complete:
+            extensions: dict[str, Any] = self.scope["extensions"]
+            extensions |= {"motet.abort": self.transport.abort, "motet.close": self._close_now}
+
+    def handle_cont(self, event: Frame) -> None:
+        if len(self.frames) >= _MAX_FRAGMENTS:
+            self.conn.fail(1008, "too many fragments")
+            self.handle_parser_exception()
+            return
+        super().handle_cont(event)
+
+    def _close_now(self, code: int, reason: str) -> None:
+        """Send a close frame whether or not the peer reads, and drop what it has not read after a moment."""
+        if not self.close_sent and self.handshake_complete and not self.transport.is_closing():
+            self.stop_keepalive()
+            self.conn.send_close(code, reason)
+            self.transport.write(b"".join(self.conn.data_to_send()))
+            self.close_sent = True
+            self.queue.put_nowait({"type": "websocket.disconnect", "code": code, "reason": reason})
+            if self.read_paused:
+                self.read_paused = False
+                self.transport.resume_reading()
+            self.close_timer = self.loop.call_later(_CLOSE_S, self.transport.abort)
+
+
 def quiet_uvicorn() -> dict[str, Any]:
-    """Logging for uvicorn: warnings and errors only; its 'Invalid HTTP request' lines are the clients' fault."""
-    logging.getLogger("uvicorn.error").addFilter(lambda record: "Invalid HTTP request" not in record.getMessage())
+    """Logging for uvicorn: warnings and errors only; lines on invalid HTTP or UTF-8 are the clients' fault."""
+    logging.getLogger("uvicorn.error").addFilter(
+        lambda record: not record.getMessage().startswith(("Invalid HTTP request", "Invalid UTF-8 sequence"))
+    )
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # forms that are none are told to their senders
     return {"log_config": None, "log_level": "warning", "access_log": False}

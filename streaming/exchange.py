@@ -13,7 +13,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -39,6 +39,7 @@ log = logging.getLogger("motet.server")
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _MAX_VALUES = 500_000  # in a JSON body, counted by its commas
 _DRAIN_S = 2.0  # how long an oversize body is read on, only so that the client gets to see the answer
+_SLOW_LINE = 64 * 1024  # bytes per second below which an upload takes too long
 _FAREWELL_S = 1.0  # for the last words to a client that may not be reading
 T = TypeVar("T")
 Handler = Callable[["Exchange"], Coroutine[Any, Any, None]]
@@ -121,40 +122,42 @@ class Exchange:
 
     async def read_body(self) -> bytes:
         """The whole body. Counted while it streams, whatever Content-Length claims."""
-        config = self.service.config
-        limit = config.max_body_bytes
+        chunks = [chunk async for chunk in self.chunks(self.service.config.max_body_bytes)]
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    async def chunks(self, limit: int, *, upload: bool = False) -> AsyncIterator[bytes]:
+        """The body as it comes, at most `limit` bytes of it. An upload may take longer, but no longer than a slow line."""
         claimed = self._claimed_length()
         if claimed > limit:
-            await self._discard(claimed, limit)
+            await self.discard(limit)
             raise RequestTooLarge(f"the body has {claimed} bytes, the limit is {limit}")
-        chunks: list[bytes] = []
-        size = 0
-        try:
-            async with asyncio.timeout(config.body_timeout_s):
-                while True:
+        started = asyncio.get_running_loop().time()
+        size, done = 0, False
+        while not done:
+            allowed_s = self.service.config.body_timeout_s + (size / _SLOW_LINE if upload else 0)
+            try:
+                async with asyncio.timeout_at(started + allowed_s):
                     message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        self.gone = True
-                        raise _ClientGone
-                    chunk = message.get("body", b"")
-                    size += len(chunk)
-                    if size > limit:
-                        await self._discard(limit, limit)
-                        raise RequestTooLarge(f"the body has more than {limit} bytes, which is the limit")
-                    chunks.append(chunk)
-                    if not message.get("more_body", False):
-                        self.body_done = True
-                        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
-        except TimeoutError:
-            raise RequestTimeout(f"the body did not arrive within {config.body_timeout_s:g} s") from None
+            except TimeoutError:
+                raise RequestTimeout(f"the body did not arrive within {allowed_s:g} s") from None
+            if message["type"] == "http.disconnect":
+                self.gone = True
+                raise _ClientGone
+            chunk = message.get("body", b"")
+            size += len(chunk)
+            if size > limit:
+                await self.discard(limit)
+                raise RequestTooLarge(f"the body has more than {limit} bytes, which is the limit")
+            done = self.body_done = not message.get("more_body", False)
+            yield chunk
 
     def _claimed_length(self) -> int:
         claimed = self.fields.get(b"content-length", b"")
         return int(claimed) if claimed.isdigit() and len(claimed) < 19 else 0
 
-    async def _discard(self, expected: int, limit: int) -> None:
+    async def discard(self, limit: int) -> None:
         """Read on for a moment: a client that is still sending would not see our answer, only a reset."""
-        if expected > 4 * limit:
+        if self.body_done or self._claimed_length() > 4 * limit:
             return
         size = 0
         try:
@@ -180,7 +183,7 @@ class Exchange:
         try:
             return decoder.decode(body)
         except msgspec.ValidationError as error:
-            raise _named(error) from None
+            raise named_error(error) from None
         except RecursionError:
             raise InvalidJSON("the JSON body is nested too deeply") from None
         except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
@@ -192,7 +195,7 @@ class Exchange:
         """ASGI send with the headers that every response carries."""
         if message["type"] == "http.response.start":
             if self._task is None and not self.body_done and self._has_body():
-                await self._discard(self._claimed_length(), self.service.config.max_body_bytes)
+                await self.discard(self.service.config.max_body_bytes)
             self.status = message["status"]
             headers = [
                 *message.get("headers", ()),
@@ -375,7 +378,7 @@ _PATH = re.compile(r" - at (`key` in )?`\$(?P<path>.*)`$", re.DOTALL)
 _FIELD = re.compile(r"(unknown|missing required) field `(?P<name>.*)`", re.DOTALL)
 
 
-def _named(error: msgspec.ValidationError) -> InvalidRequest:
+def named_error(error: msgspec.ValidationError) -> InvalidRequest:
     """msgspec's complaint with the field taken out of it as `param`."""
     text = str(error)
     path = ""

@@ -9,7 +9,7 @@ from .config import ServedModel
 from .exchange import Exchange
 from .protocol import ModelBody, ModelList
 
-_CAPABILITIES = {"llm": ["chat", "completions"]}
+_CAPABILITIES = {"llm": ["chat", "completions"], "asr": ["transcriptions", "translations", "realtime"]}
 
 
 async def list_models(exchange: Exchange) -> None:
@@ -20,7 +20,7 @@ async def list_models(exchange: Exchange) -> None:
 
 
 async def get_model(exchange: Exchange) -> None:
-    model = exchange.service.model(exchange.scope["path_params"]["model"])
+    model = exchange.service.model(exchange.scope["path_params"]["model"], None)
     states, lengths = await _loaded(exchange)
     await exchange.send_struct(_body(model, states, lengths))
 

@@ -17,7 +17,7 @@ _ERRORS: Mapping[int, str] = {
     404: "No such model.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
-    415: "The body is not JSON.",
+    415: "The body is not of the expected type.",
     429: "The queue is full; see Retry-After.",
     431: "The headers are too large.",
     500: "Our fault.",
@@ -35,9 +35,12 @@ class Operation:
     handler: Handler
     summary: str
     request: type[msgspec.Struct] | None = None
+    file_field: str = ""  # set: the request is a multipart form with this file beside the fields of `request`
     response: type[msgspec.Struct] | None = None
+    responses: tuple[type[msgspec.Struct], ...] = ()  # other shapes that the request may ask for
     chunk: type[msgspec.Struct] | None = None  # of the event stream, when the request may ask for one
     media_type: str = "application/json"
+    text_types: tuple[str, ...] = ()  # other content types that the request may ask for
     errors: tuple[int, ...] = ()
     answers_503: bool = False  # with its own response, not with an error
     open: bool = False  # needs no API key
@@ -49,9 +52,15 @@ def document(operations: Iterable[Operation], *, title: str, version: str, secur
     types: list[type[msgspec.Struct]] = [ErrorEnvelope]
     for operation in operations:
         types += [kind for kind in (operation.request, operation.response, operation.chunk) if kind]
+        types += operation.responses
     types = list(dict.fromkeys(types))
     refs, schemas = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     ref = dict(zip(types, refs, strict=True))
+    for operation in operations:
+        if operation.request and operation.file_field:
+            form = schemas[ref[operation.request]["$ref"].rsplit("/", 1)[1]]
+            form["properties"][operation.file_field] = {"type": "string", "format": "binary"}
+            form["required"] = [operation.file_field, *form.get("required", ())]
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:
         paths.setdefault(_plain(operation.path), {})[operation.method.lower()] = _operation(operation, ref, secured)
@@ -75,6 +84,11 @@ def _operation(operation: Operation, ref: Mapping[type, Any], secured: bool) -> 
     content: dict[str, Any] = {operation.media_type: {"schema": ref[operation.response] if operation.response else {}}}
     if operation.media_type.startswith("text/"):
         content = {operation.media_type: {"schema": {"type": "string"}}}
+    if operation.responses:
+        shapes = [ref[kind] for kind in (operation.response, *operation.responses) if kind]
+        content = {operation.media_type: {"schema": {"anyOf": shapes}}}
+    for kind in operation.text_types:
+        content[kind] = {"schema": {"type": "string"}}
     if operation.chunk:
         content["text/event-stream"] = {"schema": {"type": "string"}, "x-event-schema": ref[operation.chunk]}
     responses: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
@@ -100,7 +114,10 @@ def _operation(operation: Operation, ref: Mapping[type, Any], secured: bool) -> 
             {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         ]
     if operation.request:
-        result["requestBody"] = {"required": True, "content": {"application/json": {"schema": ref[operation.request]}}}
+        body = {"application/json": {"schema": ref[operation.request]}}
+        if operation.file_field:
+            body = {"multipart/form-data": {"schema": ref[operation.request]}}
+        result["requestBody"] = {"required": True, "content": body}
     if secured and not operation.open:
         result["security"] = [{"bearer": []}]
     return result

@@ -43,6 +43,14 @@ class HostNotAllowed(MotetError):
     code = "host_not_allowed"
 
 
+class OriginNotAllowed(MotetError):
+    code = "origin_not_allowed"
+
+
+class UpgradeRequired(MotetError):
+    code = "upgrade_required"
+
+
 class RouteNotFound(MotetError):
     code = "not_found"
 
@@ -78,10 +86,12 @@ class InvalidJSON(InvalidRequest):
 # class -> (HTTP status, type on the wire); a subclass not listed is treated like its parent.
 ERRORS: Mapping[type[MotetError], tuple[int, str]] = {
     InvalidRequest: (400, "invalid_request_error"),
+    InvalidJSON: (400, "invalid_request_error"),
     ContextLengthExceeded: (400, "invalid_request_error"),
     UnsupportedParameter: (400, "invalid_request_error"),
     HostNotAllowed: (400, "invalid_request_error"),
     AuthenticationFailed: (401, "authentication_error"),
+    OriginNotAllowed: (403, "invalid_request_error"),
     ModelNotFound: (404, "invalid_request_error"),
     RouteNotFound: (404, "invalid_request_error"),
     MethodNotAllowed: (405, "invalid_request_error"),
@@ -89,6 +99,7 @@ ERRORS: Mapping[type[MotetError], tuple[int, str]] = {
     DuplicateRequest: (409, "invalid_request_error"),
     RequestTooLarge: (413, "invalid_request_error"),
     UnsupportedMediaType: (415, "invalid_request_error"),
+    UpgradeRequired: (426, "invalid_request_error"),
     Overloaded: (429, "rate_limit_error"),
     HeadersTooLarge: (431, "invalid_request_error"),
     InternalError: (500, "server_error"),
@@ -140,6 +151,11 @@ def wire_error(error: BaseException, *, overload_status: int = 429) -> WireError
     if status in (408, 431):
         headers.append((b"connection", b"close"))
     return WireError(status=status, body=body, headers=headers, code=info.code)
+
+
+def wire_type(kind: str) -> str:
+    """The type on the wire of an error that travels as `ErrorInfo`, by the name of its class."""
+    return next((word for cls, (_, word) in ERRORS.items() if cls.__name__ == kind), "server_error")
 
 
 async def send_error(

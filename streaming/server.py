@@ -1,7 +1,8 @@
 """Runs the application: the socket, uvicorn, the engine's start, and the end in good order.
 
 First SIGTERM: /readyz says 503, new requests get 503 `draining`, those in flight may finish within
-`shutdown_timeout_s`, then the engine is drained and closed. A second SIGTERM, or Ctrl-C, ends what is in flight at once
+`shutdown_timeout_s` (live sessions: what was said so far is finished, then they close with 1012), then the engine is
+drained and closed. A second SIGTERM, or Ctrl-C, ends what is in flight at once
 (each client is told).
 Uvicorn's own signal handling is not used: it would close connections before the requests on them have ended.
 """
@@ -23,7 +24,7 @@ from ..engine.client import EngineClient
 from ..engine.errors import MotetError, to_info
 from .app import create_app
 from .config import ServerConfig
-from .connection import connection_class, quiet_uvicorn
+from .connection import LimitedSocket, connection_class, quiet_uvicorn
 from .service import Service
 
 log = logging.getLogger("motet.server")
@@ -64,7 +65,11 @@ async def serve(
         uvicorn.Config(
             create_app(None, config, service=service),
             http=connection_class(config),
-            ws="none",
+            ws=LimitedSocket,
+            ws_max_size=config.max_socket_message_bytes,
+            ws_per_message_deflate=False,
+            ws_ping_interval=config.socket_ping_s,
+            ws_ping_timeout=config.socket_ping_s,
             lifespan="off",
             timeout_keep_alive=int(max(config.idle_timeout_s, 1)),
             timeout_graceful_shutdown=2,

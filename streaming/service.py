@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..engine.client import EngineClient
-from ..engine.errors import ModelNotFound, MotetError, Unavailable
+from ..engine.errors import InvalidRequest, ModelNotFound, MotetError, Overloaded, Unavailable
 from ..engine.frontend.text import TextFrontend
 from ..engine.metrics import Metrics
 from .admission import Admission
 from .config import DEFAULT_MODEL, ServedModel, ServerConfig
 from .exchange import Exchange
 
+if TYPE_CHECKING:
+    from .session import SocketSession
+
+_JOBS = {"llm": "write text", "asr": "transcribe speech"}  # kind of model -> what only it can do
 _BUSY_S = 60.0  # after so long without a word an engine is not busy but down
 State = Literal["starting", "ready", "draining", "closed"]
 
@@ -35,6 +39,9 @@ class Service:
             on_change=self.metrics.set_queue,
         )
         self.exchanges: set[Exchange] = set()  # requests being worked on
+        self.sessions: set[SocketSession] = set()  # open WebSockets
+        self.upload_bytes = 0  # held for the requests being worked on
+        self.decodes = asyncio.Semaphore(config.max_decodes)
         self.max_model_lens: dict[str, int] = {}  # of models used so far
         self._aborts: set[asyncio.Task[None]] = set()
         self._models = {model.id: model for model in config.models}
@@ -69,17 +76,30 @@ class Service:
                 raise self.failure
             raise Unavailable("the engine is starting", code="model_loading", retry_after_s=2.0)
 
-    def model(self, name: str) -> ServedModel:
-        """The served model of that id; "default" is the first that writes text. Raises ModelNotFound."""
+    def model(self, name: str, kind: str | None = "llm") -> ServedModel:
+        """The served model of that id; "default" is the first of the kind (None: of any).
+
+        Raises ModelNotFound, and InvalidRequest for a model of another kind.
+        """
         if name == DEFAULT_MODEL:
             for model in self._models.values():
-                if model.kind == "llm":
+                if kind is None or model.kind == kind:
                     return model
         found = self._models.get(name)
         if found is None:
             known = ", ".join(list(self._models)[:8]) or "none"
             raise ModelNotFound(f"the model {name[:80]!r} is not served here; served: {known}", param="model")
+        if kind is not None and found.kind != kind:
+            job = _JOBS.get(kind, kind)
+            raise InvalidRequest(f"the model {name!r} cannot {job}", param="model", code="model_not_suitable")
         return found
+
+    def open_session(self, session: SocketSession) -> None:
+        """Count a WebSocket in before it is accepted. Raises Unavailable while closing, Overloaded when full."""
+        self._check_open()
+        if len(self.sessions) >= self.config.max_sessions:
+            raise Overloaded(f"{len(self.sessions)} live sessions are open, the limit", retry_after_s=5.0)
+        self.sessions.add(session)
 
     async def health(self) -> dict[str, Any] | None:
         """`client.health()`; None when the engine is down.
@@ -122,10 +142,15 @@ class Service:
     # ---------------------------------------------------------------------------------------------------- the end
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests and wait for those in flight. True when all ended in time."""
+        """Refuse new requests and wait for those in flight. True when all ended in time.
+
+        Live sessions hear no more, finish what they have heard and close.
+        """
         self.state = "draining"
+        for session in self.sessions:
+            session.drain()
         deadline = asyncio.get_running_loop().time() + timeout_s
-        while self.exchanges:
+        while self.exchanges or self.sessions:
             if asyncio.get_running_loop().time() >= deadline:
                 return False
             await asyncio.sleep(0.02)
@@ -136,3 +161,5 @@ class Service:
         self.state = "draining"
         for exchange in list(self.exchanges):
             exchange.stop(reason)
+        for session in list(self.sessions):
+            session.stop()

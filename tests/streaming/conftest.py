@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import pytest
 from motet.streaming.config import ServedModel, ServerConfig
 from motet.streaming.server import serve
 
-from .fake_engine import MODEL, FakeEngine, write_tokenizer
+from .fake_engine import ASR, MODEL, FakeEngine, write_tokenizer
 
 
 @dataclass
@@ -26,6 +27,7 @@ class Running:
     url: str
     port: int
     loop: asyncio.AbstractEventLoop
+    stop: Callable[[], None] = lambda: None  # begin to drain, as SIGTERM does; does not wait
 
     def client(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(**{"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, **options})
@@ -69,7 +71,8 @@ def _servers(source: Path) -> Iterator[Callable[..., Running]]:
 
     def start(**options: Any) -> Running:
         engine = FakeEngine(source)
-        config = ServerConfig(**{"port": 0, "models": (ServedModel(id=MODEL),), "shutdown_timeout_s": 2.0, **options})
+        models = (ServedModel(id=MODEL), ServedModel(id=ASR, kind="asr"))
+        config = ServerConfig(**{"port": 0, "models": models, "shutdown_timeout_s": 2.0, **options})
         ready = threading.Event()
         parts: dict[str, Any] = {}
 
@@ -96,13 +99,18 @@ def _servers(source: Path) -> Iterator[Callable[..., Running]]:
         assert ready.wait(10) and "url" in parts
 
         def stop() -> None:
-            parts["loop"].call_soon_threadsafe(parts["stop"].set)
+            with contextlib.suppress(RuntimeError):  # it has ended
+                parts["loop"].call_soon_threadsafe(parts["stop"].set)
             thread.join(10)
             assert not thread.is_alive(), "the server did not end"
             assert parts["code"] == 0 and engine.closed and not engine.live
 
         stops.append(stop)
-        return Running(engine, parts["url"], int(parts["url"].rsplit(":", 1)[1]), parts["loop"])
+
+        def drain() -> None:
+            parts["loop"].call_soon_threadsafe(parts["stop"].set)
+
+        return Running(engine, parts["url"], int(parts["url"].rsplit(":", 1)[1]), parts["loop"], drain)
 
     yield start
     for stop in stops:

@@ -15,10 +15,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from motet.engine.errors import EngineDead, ErrorInfo, MotetError
 from motet.engine.types import (
     Aborted,
     AnyEvent,
+    AudioRequest,
     Done,
     EmbeddingSpan,
     Failed,
@@ -31,6 +34,7 @@ from motet.engine.types import (
 )
 
 MODEL = "fake"
+ASR = "fake-asr"
 SPECIALS = ["<|im_start|>", "<|im_end|>"]
 END = 257  # <|im_end|>
 TEMPLATE = (
@@ -90,6 +94,12 @@ def write_tokenizer(folder: Path) -> Path:
     return folder
 
 
+if __name__ == "__main__":
+    from fake_recogniser import FakeRecogniser
+else:
+    from .fake_recogniser import FakeRecogniser
+
+
 class FakeEngine:
     """An EngineClient. Attributes may be changed while it runs; `live` and `ended` tell what became of requests."""
 
@@ -118,18 +128,21 @@ class FakeEngine:
         self.refuse_first: int | None = None  # how many requests get `submit_error`; None: all
         self.alive = True
         self.answer_s = 0.0  # how long stats and health take
-        self.live: dict[str, Request] = {}
+        self.live: dict[str, Request | AudioRequest] = {}
         self.ended: dict[str, str] = {}  # id -> "stop", "length", "abort: reason", "failed"
         self.requests: list[Request] = []
+        self.audio: list[AudioRequest] = []
+        self.appended = 0  # bytes of live audio
+        self.hold_audio = False  # live audio is not looked at
+        self.inboxes: dict[str, asyncio.Queue[tuple[bytes, bool]]] = {}
         self._stops: dict[str, str] = {}
 
-    async def submit(self, request: Request) -> AsyncIterator[AnyEvent]:
+    async def submit(self, request: Request | AudioRequest) -> AsyncIterator[AnyEvent]:
         assert request.request_id not in self.live, "the server makes ids that differ"
         self.live[request.request_id] = request
-        self.requests.append(request)
         how = "abort: closed"
         try:
-            async for event in self._say(request):
+            async for event in self._hear(request) if isinstance(request, AudioRequest) else self._say(request):
                 if isinstance(event, Done):
                     how = event.finish_reason
                 elif isinstance(event, Failed):
@@ -141,9 +154,25 @@ class FakeEngine:
             if how == "abort: closed" and request.request_id in self._stops:
                 how = f"abort: {self._stops[request.request_id]}"
             del self.live[request.request_id]
+            self.inboxes.pop(request.request_id, None)
             self.ended[request.request_id] = how
 
+    async def _hear(self, request: AudioRequest) -> AsyncIterator[AnyEvent]:
+        self.audio.append(request)
+        inbox = self.inboxes[request.request_id] = asyncio.Queue()
+        if self.submit_error is not None:
+            yield Failed(request_id=request.request_id, error=self.submit_error.info())
+            return
+        await asyncio.sleep(self.first_s)
+        while self.hold_audio:
+            await asyncio.sleep(0.01)
+        heard = FakeRecogniser(request, inbox, lambda: self._stops.get(request.request_id, ""))
+        async for event in heard.events():
+            await asyncio.sleep(self.step_s)
+            yield event
+
     async def _say(self, request: Request) -> AsyncIterator[AnyEvent]:
+        self.requests.append(request)
         params, request_id = request.params, request.request_id
         if self.submit_error is not None and (self.refuse_first is None or len(self.requests) <= self.refuse_first):
             yield Failed(request_id=request_id, error=self.submit_error.info())
@@ -200,18 +229,24 @@ class FakeEngine:
         token_ids: list[int],
         *,
         embeddings: list[EmbeddingSpan] | None = None,
+        pcm: bytes = b"",
         last: bool = False,
-    ) -> None: ...
+    ) -> None:
+        self.appended += len(pcm)
+        if request_id in self.inboxes:
+            self.inboxes[request_id].put_nowait((pcm, last))
 
     async def update(self, request_id: str, *, priority: int | None = None, deadline: float | None = None) -> None: ...
 
     async def abort(self, request_id: str, reason: str = "client") -> None:
         self._stops.setdefault(request_id, reason)
+        if request_id in self.inboxes:
+            self.inboxes[request_id].put_nowait((b"", True))
 
     async def load(self, model: str) -> ModelInfo:
         if not self.alive:
             raise EngineDead("the engine is not running")
-        return self.info
+        return self.info if model == MODEL else msgspec.structs.replace(self.info, model=model, kind="asr")
 
     async def stats(self) -> dict[str, Any]:
         await asyncio.sleep(self.answer_s)
@@ -262,7 +297,9 @@ def main() -> int:
             return FakeEngine(source, step_s=arguments.step_s, reply=arguments.reply)
 
         config = ServerConfig(
-            port=arguments.port, models=(ServedModel(id=MODEL),), shutdown_timeout_s=arguments.shutdown_timeout_s
+            port=arguments.port,
+            models=(ServedModel(id=MODEL), ServedModel(id=ASR, kind="asr")),
+            shutdown_timeout_s=arguments.shutdown_timeout_s,
         )
         code = run(config, start)
         heavy = [name for name in ("torch", "transformers") if name in sys.modules]

@@ -88,3 +88,29 @@ def ends_within(connection: socket.socket, seconds: float) -> bool:
     except OSError:
         return True
     return False
+
+
+def open_websocket(port: int, path: str, *, receive_buffer: int = 0) -> socket.socket:
+    """A WebSocket of which only the handshake is done; the rest is up to the test."""
+    connection = socket.socket()
+    if receive_buffer:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.settimeout(10)
+    connection.connect(("127.0.0.1", port))
+    upgrade = {"upgrade": "websocket", "connection": "Upgrade", "sec_websocket_version": "13"}
+    connection.sendall(head(path, "GET", sec_websocket_key="AAAAAAAAAAAAAAAAAAAAAA==", **upgrade))
+    answer = b""
+    while b"\r\n\r\n" not in answer:
+        answer += connection.recv(1)
+    assert answer.startswith(b"HTTP/1.1 101 "), answer
+    return connection
+
+
+def frame(data: bytes, opcode: int = 2, *, fin: bool = True) -> bytes:
+    """A client's frame, masked with zeros."""
+    first = bytes([opcode | (0x80 if fin else 0)])
+    if len(data) < 126:
+        return first + bytes([0x80 | len(data)]) + bytes(4) + data
+    if len(data) < 65536:
+        return first + b"\xfe" + len(data).to_bytes(2, "big") + bytes(4) + data
+    return first + b"\xff" + len(data).to_bytes(8, "big") + bytes(4) + data

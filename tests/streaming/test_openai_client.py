@@ -10,7 +10,7 @@ import pytest
 from motet.engine.errors import Overloaded
 
 from .conftest import Running
-from .fake_engine import MODEL
+from .fake_engine import ASR, MODEL
 
 CHAT = [{"role": "user", "content": "hi"}]
 REPLY = "Hello, wörld! 🎉"
@@ -160,7 +160,7 @@ def test_echo_and_prompt_scores(server: Running) -> None:
 
 def test_models(server: Running) -> None:
     client = server.client()
-    assert [model.id for model in client.models.list()] == [MODEL]
+    assert [model.id for model in client.models.list()] == [MODEL, ASR]
     assert client.models.retrieve(MODEL).object == "model"
     with pytest.raises(openai.NotFoundError) as caught:
         client.models.retrieve("a/b")
