@@ -1,4 +1,4 @@
-"""The command line: `motet serve | chat | models | demo`.
+"""The command line: `motet serve | chat | transcribe | models | demo`.
 
 Reads arguments and configuration, then hands over to the server, the SDK or the demo. Never imports torch itself: the
 server's process stays free of it, and `motet --help` is quick.
@@ -21,7 +21,6 @@ from .config import ConfigError, MotetConfig, add_flags, build, merge, read_toml
 
 # Words that will be commands; until then each says so instead of looking like a typo.
 RESERVED = {
-    "transcribe": "speech to text",
     "speak": "text to speech",
     "talk": "a spoken conversation",
     "image": "pictures from text",
@@ -102,6 +101,27 @@ def make_parser() -> argparse.ArgumentParser:
     chat.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads (default: all cores)")
     chat.set_defaults(run=run_chat)
 
+    speech = commands.add_parser(
+        "transcribe", help="speech of files, folders or a microphone to text", allow_abbrev=False
+    )
+    speech.add_argument(
+        "file", nargs="*", metavar="FILE|FOLDER", help="audio or video; folders are searched to their ends"
+    )
+    speech.add_argument("--mic", action="store_true", help="listen to the microphone instead")
+    speech.add_argument("--model", metavar="MODEL", help="default: the first installed recogniser")
+    speech.add_argument("--format", choices=("text", "srt", "vtt", "json"), default="text", help="default: text")
+    speech.add_argument("--output", type=Path, metavar="DIR", help="write a file per input there (default: to stdout)")
+    speech.add_argument("--language", metavar="XX", help="two letters (default: detected)")
+    speech.add_argument("--translate", action="store_true", help="into English")
+    speech.add_argument("--prompt", default="", metavar="TEXT", help="names and words that are likely to occur")
+    speech.add_argument("--word-timestamps", action="store_true", help="times of every word (in json)")
+    speech.add_argument(
+        "--max-chars", type=int, default=0, metavar="N", help="split subtitles after so many characters"
+    )
+    speech.add_argument("--diarize", action="store_true", help="say who speaks")
+    speech.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads (default: all cores)")
+    speech.set_defaults(run=run_transcribe)
+
     models = commands.add_parser("models", help="list the models that can be named", allow_abbrev=False)
     models.set_defaults(run=run_models)
 
@@ -135,6 +155,14 @@ def run_chat(namespace: argparse.Namespace) -> int:
     from .terminal_chat import TerminalChat
 
     return TerminalChat.from_arguments(namespace).run()
+
+
+def run_transcribe(namespace: argparse.Namespace) -> int:
+    if bool(namespace.file) == namespace.mic:
+        raise UsageError("transcribe: name files or folders, or say --mic")
+    from .transcribe import run
+
+    return run(namespace)
 
 
 def run_models(_: argparse.Namespace) -> int:

@@ -1,7 +1,8 @@
-"""`motet demo`: the main job on the packaged model, with figures.
+"""`motet demo`: the main jobs on the packaged models, with figures.
 
 Starts the real server as a child process, asks it over SSE with the public `openai` client, asks a second turn that
-hits the prefix cache, asks once through the SDK, and prints what happened. Knows no engine: it is just a client.
+hits the prefix cache, lets it hear human speech over WebSocket (speech_demo.py), asks once through the SDK, and prints what
+happened. Knows no engine: it is just a client.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..engine.errors import Unavailable
+from ..engine.errors import ModelNotFound, Unavailable
 from ..pipelines.hub import default_model
 
 QUESTION = "Why is the sky blue? Answer in two sentences."
@@ -52,7 +53,9 @@ def run(*, port: int = 0, keep_serving: bool = False, model: str | None = None) 
         raise Unavailable("the demo needs the openai client: run `make venv`, or pip install openai") from error
 
     model = model or default_model("llm")
-    with running_server(model, port or free_port()) as url:
+    recogniser = _recogniser()
+    served = [model, recogniser] if recogniser else [model]
+    with running_server(served, port or free_port()) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
         say(f"\n-- over HTTP, with the openai client: {QUESTION}")
         messages = [{"role": "user", "content": QUESTION}]
@@ -60,11 +63,15 @@ def run(*, port: int = 0, keep_serving: bool = False, model: str | None = None) 
         say(f"\n-- second turn of the same conversation: {FOLLOW_UP}")
         messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": FOLLOW_UP}]
         second = ask(client, model, messages)
+        if recogniser:
+            from . import speech_demo
+
+            speech_demo.run(url, recogniser, client)
         say(f"\n-- in this process, with the SDK: {SDK_QUESTION}")
         sdk = ask_sdk(model, SDK_QUESTION)
         say("\n" + table(model, first, second, sdk))
         if keep_serving:
-            say(f"\nserving {model} at {url} (Ctrl-C ends it). Try:\n{curl(url, model)}")
+            say(f"\nserving {' and '.join(served)} at {url} (Ctrl-C ends it). Try:\n{curl(url, model)}")
             with contextlib.suppress(KeyboardInterrupt):
                 signal.pause()
     return 0
@@ -151,11 +158,21 @@ def curl(url: str, model: str) -> str:
     return f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
 
 
+def _recogniser() -> str | None:
+    """The installed recogniser, if there is one."""
+    try:
+        return default_model("asr")
+    except ModelNotFound as error:
+        print(f"no speech in this demo: {error}", file=sys.stderr)
+        return None
+
+
 @contextlib.contextmanager
-def running_server(model: str, port: int) -> Iterator[str]:
+def running_server(models: str | Sequence[str], port: int) -> Iterator[str]:
     """`motet serve` as a child process, ready for requests; SIGTERM at the end. Gives its URL."""
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "motet.deploy.cli", "serve", model, "--port", str(port), "--preload"]
+    names = [models] if isinstance(models, str) else models
+    command = [sys.executable, "-m", "motet.deploy.cli", "serve", *names, "--port", str(port), "--preload"]
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     before = signal.signal(signal.SIGTERM, _leave)  # so that the server never outlives us
     try:

@@ -59,6 +59,8 @@ def served_models(names: tuple[str, ...], ids: tuple[str, ...] = ()) -> dict[str
     found: dict[str, ServedModel] = {}
     missing = []
     for spec in registry.installed():
+        if spec.kind in registry.PARTS:
+            continue
         try:
             spec.locate()
         except ModelNotFound as error:

@@ -21,6 +21,10 @@ def test_the_whole_demo() -> None:
     assert "-- in this process, with the SDK" in done.stdout
     (hit,) = re.findall(r"prefix-cache hit of the second turn: (\d+) %", done.stdout)
     assert int(hit) > 30
+    assert "-- 10 recordings of human speech at once, each over its own WebSocket" in done.stdout
+    (live, uploaded) = re.findall(r"word error rate +([\d.]+) % +([\d.]+) %", done.stdout)[0]
+    assert float(live) < 15 and float(uploaded) < 15
+    assert done.stdout.count("ms after the last sound]") == 10
     assert "Traceback" not in done.stderr
 
 
