@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from motet.kernels.activation import silu_mul
-from motet.kernels.attention import PagedBatch, paged_attention
+from motet.kernels.attention import PagedBatch, dense_attention, paged_attention
 from motet.kernels.dispatch import backend
 from motet.kernels.linear import from_tensor, linear, prepare, quantize_int4, quantize_int8
 from motet.kernels.norm import rms_norm, rms_norm_residual
@@ -57,6 +57,16 @@ def attention_case(num_seqs: int, rows_each: int, context: int) -> tuple[Work, W
     return lambda: paged_attention(q, kv, batch, 0, scale=DIM**-0.5), peer
 
 
+def dense_case(rows: int) -> tuple[Work, Work]:
+    """One layer of Whisper tiny's encoder on `rows` frames; torch, too, gets views of the fused projection."""
+    q, k, v = torch.randn(1, rows, 3, 6, DIM, dtype=BF16).unbind(2)
+    queries, keys, values = (x.transpose(1, 2) for x in (q, k, v))
+    return (
+        lambda: dense_attention(q, k, v, scale=DIM**-0.5),
+        lambda: F.scaled_dot_product_attention(queries, keys, values),
+    )
+
+
 def linear_case(kind: str, rows: int) -> tuple[Work, Work]:
     """The fused gate-up projection; torch multiplies bf16."""
     weight = torch.randn(2 * INNER, HIDDEN) * 0.02
@@ -90,6 +100,7 @@ def cases() -> dict[str, tuple[Work, Work]]:
         "paged_attention decode 16 x 200": attention_case(16, 1, 200),
         "paged_attention decode 1 x 4096": attention_case(1, 1, 4096),
         "paged_attention prefill 512": attention_case(1, 512, 0),
+        "dense_attention encoder 1500": dense_case(1500),
         "rms_norm 16": (lambda: rms_norm(x, weight, 1e-5), lambda: F.rms_norm(x, (HIDDEN,), weight, 1e-5)),
         "rms_norm_residual 16": (
             lambda: rms_norm_residual(x, residual, weight, 1e-5),

@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
+
 from .asr_options import check_options
 from .decode_job import DecodeJob, DecodeOptions, Finished
 from .errors import DuplicateRequest, InvalidRequest, Overloaded, to_info
@@ -105,12 +107,12 @@ class ASREngine:
             raise self._too_fast()
         if request.open and not self._free_streams:
             raise Overloaded(f"{self._streams.num} live streams are open already", retry_after_s=5.0)
-        listening = self._listen(request, recording)
+        # The recording holds the audio; a file's is let go of as soon as the request ends.
+        listening = self._listen(msgspec.structs.replace(request, pcm=b""), recording)
         self._requests[request.request_id] = listening
         self._counters["requests"] += 1
         if isinstance(listening, FileListening):
             self._scanning.append(listening)
-            request.pcm = b""  # the recording holds it
 
     def append(
         self,
@@ -407,6 +409,7 @@ class ASREngine:
             dataclasses.replace(listening.reader, timestamps=True).read(span, decoded, code)
             return self._tell_partial(listening, span)
         listening.num_in_decoder -= 1
+        listening.told_language = job.language
         if not job.options.timestamps and len(decoded.ids) >= job.options.max_tokens:
             # Too much was said for one window: with timestamps we know where to go on.
             listening.num_in_decoder += 1
@@ -443,7 +446,7 @@ class ASREngine:
     def _recognized(self, listening: Listening, segments: list[Segment]) -> AnyEvent:
         if listening.first_result is None:
             listening.first_result = self._clock()
-        choice = listening.language
+        choice = listening.told_language or listening.language
         return listening.stamp(
             Recognized(
                 request_id=listening.request.request_id,

@@ -17,6 +17,7 @@ from ..models.whisper import Whisper, load_whisper
 from .asr_engine import ASREngine, Diarize
 from .config import EngineConfig, HostConfig
 from .diarizer import diarize
+from .errors import ModelLoadError
 from .load import pick_device, pick_dtype
 from .types import AudioRequest, Done, Failed, ModelInfo, Segment, TranscribeOptions
 
@@ -112,7 +113,7 @@ def _sizes(config: EngineConfig, model: Whisper) -> tuple[int, int, int]:
         # More hypotheses at once would not be faster: a decode step reads every window's keys and values.
         budget, most, batch = _CPU_CACHE_BYTES, 16, 1
     audio = max(2, min(most, config.max_num_seqs, budget // window))
-    return max(8, audio), audio, batch
+    return max(8, 2 * audio), audio, batch  # beams and samples share a window, and their own memory is small
 
 
 def _diarize() -> Diarize | None:
@@ -137,5 +138,8 @@ def _warm_up(engine: ASREngine) -> None:
     )  # fmt: skip
     engine.submit(AudioRequest(request_id="warm-up", model="", options=options, pcm=tone.numpy().tobytes()))
     for _ in range(1000):
-        if any(isinstance(event, (Done, Failed)) for event in engine.step()):
+        ended = [event for event in engine.step() if isinstance(event, (Done, Failed))]
+        if ended and isinstance(ended[0], Failed):
+            raise ModelLoadError(f"the model does not run: {ended[0].error.message}")
+        if ended:
             return

@@ -51,6 +51,7 @@ class Listening:
     num_events: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    told_language: LanguageChoice | None = None  # of the last window
     first_result: float | None = None
     first_started: float | None = None
 

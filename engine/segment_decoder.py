@@ -24,7 +24,7 @@ from .decoding_rules import compression_ratio, cut_loop, loop_period, needs_fall
 from .token_choice import TokenChoice
 from .word_times import alignment_matrix, monotone_path
 
-_SAME = 3  # tries that give the same text settle it
+_SAME = 3  # tries that give the same words settle it
 _DRAFT_FRAMES = 1000  # of 10 ms that follow a draft's audio
 _FRAME_SAMPLES = 320  # of one encoder frame
 
@@ -327,7 +327,8 @@ class SegmentDecoder:
             return self._accept(attempt, decoded, slot)
         job.candidates.append(decoded)
         # Speech that repeats itself is said again and again alike: more noise will not make other words of it.
-        settled = not looped and len({c.text for c in job.candidates[-_SAME:]}) == 1 and len(job.candidates) >= _SAME
+        alike = sum(_bare(candidate.text) == _bare(text) for candidate in job.candidates)
+        settled = not looped and alike >= _SAME
         if job.next_temperature + 1 < len(options.temperatures) and not settled:
             self.counters["fallbacks"] += 1
             job.next_temperature += 1
@@ -384,3 +385,7 @@ class SegmentDecoder:
         self._end(attempt)
         self._release_audio(attempt.job)
         return Finished(job=attempt.job, error=error)
+
+
+def _bare(text: str) -> str:
+    return "".join(letter for letter in text.casefold() if letter.isalnum())

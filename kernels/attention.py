@@ -1,4 +1,4 @@
-"""The attention door: rows over a paged KV cache. It knows rows, not phases.
+"""The attention doors: rows over a paged KV cache, and whole windows without one. They know rows, not phases.
 
 Letters: R rows, S sequences, H query heads, K kv heads, D head dim, B blocks per table, T tokens per block, N pool
 blocks.
@@ -11,11 +11,13 @@ point there.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, overload
 
 import torch
+import torch.nn.functional as F
 
 from .dispatch import cpu_ops
 
@@ -289,3 +291,62 @@ def merge_lse(
     part_a = torch.where(weight_a > 0, out_a.float() * weight_a, 0.0)
     part_b = torch.where(weight_b > 0, out_b.float() * weight_b, 0.0)
     return (part_a + part_b).to(out_a.dtype), lse
+
+
+# ------------------------------------------------------------------------------------------------------------- dense
+
+
+def dense_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, length: int | None = None
+) -> torch.Tensor:
+    """Every row of a window sees every row of it: q, k, v [B, T, H, D], views are welcome -> [B, T, H * D].
+
+    For encoders. Scale is above 0. With `length` only the first `length` rows of each window count: the others are
+    never read, not even NaN, and give 0. On a CPU with our kernels a row's numbers depend neither on the other windows
+    nor on the number of threads.
+    """
+    if length is not None and length < q.shape[1]:
+        seen = dense_attention(q[:, :length], k[:, :length], v[:, :length], scale=scale)
+        return F.pad(seen, (0, 0, 0, q.shape[1] - length))
+    num_windows, num_rows, num_heads, dim = q.shape
+    ops = cpu_ops() if q.is_cpu and q.numel() else None
+    if ops is not None and not _torch_is_faster(q.dtype):
+        if ops.can_attend_dense(q, k, v):
+            return ops.dense_attention(q, k, v, scale)  # type: ignore[no-any-return]
+        kv = torch.stack((k, v), dim=1).transpose(2, 3)  # a window is one block of a cache
+        if ops.can_attend(q, kv):
+            batch = _whole_windows(num_windows, num_rows)
+            return paged_attention(q.flatten(0, 1), kv, batch, 0, scale=scale).view(num_windows, num_rows, -1)
+    queries, keys, values = (x.transpose(1, 2) for x in (q, k, v))
+    mixed = F.scaled_dot_product_attention(queries, keys, values, scale=scale)
+    return mixed.transpose(1, 2).reshape(num_windows, num_rows, num_heads * dim)
+
+
+@functools.cache
+def _torch_is_faster(dtype: torch.dtype) -> bool:
+    """Where the CPU has matrix tiles (AMX) torch's attention is the faster one, else half as fast as ours, or less."""
+    return dtype is torch.bfloat16 and bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
+
+
+@functools.lru_cache(maxsize=64)
+def _whole_windows(num_windows: int, num_rows: int) -> PagedBatch:
+    """Windows of one block each, all of whose rows see all of it. On the CPU."""
+    visible = torch.full((num_windows * num_rows,), num_rows)
+    return PagedBatch(
+        seq=torch.arange(num_windows).repeat_interleave(num_rows),
+        position=visible - 1,
+        slots=(),
+        num_visible=visible,
+        block_tables=(torch.arange(num_windows, dtype=torch.int32)[:, None],),
+        kv_lens=torch.full((num_windows,), num_rows),
+        row_starts=torch.arange(num_windows + 1) * num_rows,
+        mark="prefill" if num_windows == 1 else "mixed",
+        max_kv_len=num_rows,
+        block_size=num_rows,
+    )
+
+
+def dense_attention_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> torch.Tensor:
+    """The definition in float64: q, k, v [B, T, H, D] -> [B, T, H * D]. For tests."""
+    scores = scale * torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double())
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v.double()).flatten(2)

@@ -27,8 +27,7 @@ from torch.nn import functional as F
 
 from ..engine.errors import ModelLoadError
 from ..kernels.activation import gelu
-from ..kernels.attention import PagedBatch, paged_attention, store_kv
-from ..kernels.dispatch import cpu_ops
+from ..kernels.attention import PagedBatch, dense_attention, paged_attention, store_kv
 from ..kernels.linear import embedding, linear
 from . import ctranslate2
 from .loader import WeightSource, check_names, open_weights, read_config
@@ -45,8 +44,6 @@ from .whisper_weights import (
     read_head,
     read_norm,
 )
-
-_KEPT_LENGTHS = 64  # index tensors of so many lengths of windows are kept
 
 
 class WhisperCache:
@@ -121,9 +118,6 @@ class Whisper:
             for layer in range(config.layers)
         ]
         self._mel = LogMel(config.num_mels, self.device)
-        # Torch's attention is the faster one where it has matrix tiles (AMX), else half as fast as ours.
-        self._use_paged = self.device.type == "cpu" and cpu_ops() is not None and not _has_amx()
-        self._whole: dict[int, PagedBatch] = {}
         encoder, decoder = "model.encoder.", "model.decoder."
         self._convs = [
             (reader.vector(f"{encoder}conv{n}.weight"), reader.vector(f"{encoder}conv{n}.bias")) for n in (1, 2)
@@ -173,24 +167,9 @@ class Whisper:
         heads, dtype = self.config.encoder_heads, self.dtype
         for layer in self._encoder:
             qkv = layer.qkv(layer.norm(x, dtype)).view(num_windows, num_frames, 3, heads, hidden // heads)
-            x += layer.out(self._attend(qkv))
+            x += layer.out(dense_attention(*qkv.unbind(2), scale=(hidden // heads) ** -0.5))
             x += layer.down(gelu(layer.up(layer.ffn_norm(x, dtype))))
         return self._encoder_norm(x, dtype)
-
-    def _attend(self, qkv: Tensor) -> Tensor:
-        """Every frame sees every frame of its window: qkv [B, T, 3, H, d] -> [B, T, H d]."""
-        num_windows, num_frames, _, heads, dim = qkv.shape
-        if num_windows == 1 and self._use_paged:
-            whole = self._whole.get(num_frames)
-            if whole is None:
-                if len(self._whole) >= _KEPT_LENGTHS:
-                    self._whole.clear()
-                whole = self._whole[num_frames] = self._batch([0] * num_frames, [num_frames] * num_frames, num_frames)
-            kv = qkv[:, :, 1:].permute(0, 2, 3, 1, 4)  # a window is one block of a cache
-            return paged_attention(qkv[0, :, 0], kv, whole, 0, scale=dim**-0.5).view(1, num_frames, heads * dim)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v)
-        return mixed.transpose(1, 2).reshape(num_windows, num_frames, heads * dim)
 
     # ----------------------------------------------------------------------------------------------------------- cache
 
@@ -335,10 +314,6 @@ class Whisper:
             ]
         ).float()
         return torch.softmax(torch.matmul(queries, keys.transpose(1, 2)) * self.config.head_dim**-0.5, dim=-1)
-
-
-def _has_amx() -> bool:
-    return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
 
 
 # ------------------------------------------------------------------------------------------------------------- loading

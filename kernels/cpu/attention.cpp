@@ -12,13 +12,6 @@ using motet::Attention;
 using motet::AttentionPart;
 using motet::kChunk;
 
-// Floats of this thread's own, on a cache line: vectors that straddle two lines load at half speed.
-float* scratch(size_t which, size_t count) {
-  thread_local std::vector<float> pools[2];
-  if (pools[which].size() < count + 16) pools[which].resize(count + 16);
-  return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(pools[which].data()) + 63) & ~uintptr_t{63});
-}
-
 struct Tile {          // rows of one sequence under one kv head
   AttentionPart part;  // over everything its rows see
   int64_t first_chunk, num_chunks, item;

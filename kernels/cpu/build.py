@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).resolve().parent
-OPERATORS = ("ops.cpp", "attention.cpp", "linear.cpp")  # compiled once, with torch's headers
-SOURCES = (*OPERATORS, "table.cpp", "ops.h", "attend.h", "rows.h", "vector.h", "kernels.h")
+OPERATORS = ("ops.cpp", "attention.cpp", "dense.cpp", "linear.cpp")  # compiled once, with torch's headers
+SOURCES = (*OPERATORS, "table.cpp", "ops.h", "attend.h", "dense.h", "rows.h", "vector.h", "kernels.h")
 KERNEL_FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 OPS_FLAGS = ("-O2", "-Wno-psabi", "-Wno-unknown-pragmas")
 COMMON_FLAGS = ("-std=c++20", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-g0")

@@ -40,6 +40,22 @@ constexpr int64_t attend_scratch(int64_t num_queries, int64_t dim) {
   return num_queries * (padded_dim(dim) + kChunk) + 16 * padded_dim(dim) * 2 + 64 * padded_dim(dim) + 2 * kChunk + 64;
 }
 
+// Attention of all rows over all rows of their window, everything bf16. Strides count elements.
+struct Dense {
+  const void *q, *k, *v;  // [B, T, H, D], last dimension contiguous
+  int64_t q_window, q_row, q_head, k_window, k_row, k_head, v_window, v_row, v_head;
+  void* out;                       // [B, T, H, D] contiguous
+  uint32_t *packed_k, *packed_v;   // each [B, H, T rounded up to kDenseBlock, padded_dim / 2] words
+  int64_t rows, num_heads, dim;    // rows is T
+  float scale;                     // > 0
+};
+constexpr int64_t kDenseRows = 48, kDenseKeys = 256, kDenseBlock = 64;  // rows and keys of a tile, keys packed together
+static_assert(kDenseRows % 16 == 0 && kDenseKeys % kDenseBlock == 0);
+// Floats of scratch that dense and dense_pack need.
+constexpr int64_t dense_scratch(int64_t dim) {
+  return kDenseRows * (kDenseKeys + 16 + 2 * padded_dim(dim)) + 16 * padded_dim(dim);
+}
+
 struct Table {
   const char* name;
   // Softmax over one chunk: for each query (row-major, then head of the group) top [n], sum [n], mix [n, padded_dim].
@@ -67,6 +83,9 @@ struct Table {
   double (*sum_exp)(const float* x, int64_t n, float divisor, float top);
   // Indices of x[i] >= least in rising order into ids (room for n); returns how many.
   int64_t (*at_least)(const float* x, int64_t n, float least, uint32_t* ids);
+  // Lays out one block of keys and values of one head; then come rows begin..end. Both null where the set has neither.
+  void (*dense_pack)(const Dense&, int64_t window, int64_t head, int64_t block, float* scratch);
+  void (*dense)(const Dense&, int64_t window, int64_t head, int64_t begin, int64_t end, float* scratch);
 };
 
 const Table* table_plain();

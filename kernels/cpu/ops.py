@@ -15,6 +15,7 @@ store_kv = _ops.store_kv.default
 rotate = _ops.rotate.default
 rotate_store_kv = _ops.rotate_store_kv.default
 paged_attention = _ops.paged_attention.default
+dense_attention = _ops.dense_attention.default
 rms_norm = _ops.rms_norm.default
 rms_norm_residual = _ops.rms_norm_residual.default
 gated = _ops.gated.default
@@ -42,6 +43,12 @@ def can_rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor) -> bool:
 
 def can_attend(q: torch.Tensor, kv: torch.Tensor) -> bool:
     return q.dtype in _TYPES and kv.dtype in _TYPES and q.stride(-1) == 1
+
+
+def can_attend_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    contiguous = q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    same = q.dtype is k.dtype is v.dtype is torch.bfloat16 and q.shape == k.shape == v.shape
+    return contiguous and same and bool(_ops.has_dense_attention())
 
 
 def can_norm(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -1,12 +1,19 @@
 // One instruction set's table. build.py compiles this file once per set: -DMOTET_TABLE=table_avx2 -mavx2 ...
 #include "attend.h"
+#include "dense.h"
 #include "rows.h"
 
 namespace motet {
 
+#if !defined(__AVX512BF16__)
+constexpr decltype(Table::dense_pack) dense_pack = nullptr;
+constexpr decltype(Table::dense) dense = nullptr;
+#endif
+
 const Table* MOTET_TABLE() {
   static const Table table = {MOTET_NAME, attend,  merge,  finish,       rms_norm, gated,
-                              rotate,     convert, argmax, noisy_argmax, sum_exp,  at_least};
+                              rotate,     convert, argmax, noisy_argmax, sum_exp,  at_least,
+                              dense_pack, dense};
   return &table;
 }
 

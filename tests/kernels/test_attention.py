@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from motet.kernels import attention
 from motet.kernels.attention import (
     PagedBatch,
     copy_slots,
+    dense_attention,
+    dense_attention_reference,
     merge_lse,
     paged_attention,
     paged_attention_reference,
@@ -290,6 +293,107 @@ def test_merge_joins_disjoint_parts(backend: str) -> None:
     assert torch.equal(merge_lse(*first, *nothing)[0], first[0])
     empty, empty_lse = merge_lse(*nothing, *nothing)
     assert torch.equal(empty, torch.zeros_like(empty)) and bool((empty_lse == -torch.inf).all())
+
+
+# ------------------------------------------------------------------------------------------------------------- dense
+
+
+def fused_windows(windows: int, rows: int, heads: int, dim: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """[3, B, T, H, D] as an encoder's projection lays it out: a view of [B, T, 3, H, D]."""
+    generator = torch.Generator().manual_seed(rows + dim)
+    return (1.5 * torch.randn(windows, rows, 3, heads, dim, generator=generator)).to(dtype).permute(2, 0, 1, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("windows", "rows", "heads", "dim"),
+    [
+        (1, 1, 2, 64),
+        (2, 17, 3, 32),
+        (1, 33, 2, 96),
+        (1, 64, 2, 128),
+        (2, 129, 1, 40),
+        (1, 200, 1, 160),
+        (1, 1500, 6, 64),
+    ],
+)
+def test_dense_error_is_at_most_twice_plain_torch(backend: str, windows: int, rows: int, heads: int, dim: int) -> None:
+    q, k, v = fused_windows(windows, rows, heads, dim)
+    exact = dense_attention_reference(q, k, v, scale=0.2)
+    ours = dense_attention(q, k, v, scale=0.2)
+    a, b, c = (x.transpose(1, 2) for x in (q, k, v))
+    plain = torch.nn.functional.scaled_dot_product_attention(a, b, c, scale=0.2)
+    assert ours.shape == (windows, rows, heads * dim) and ours.dtype == q.dtype
+    error = (plain.transpose(1, 2).flatten(2).double() - exact).abs().max()
+    assert (ours.double() - exact).abs().max() <= 2 * error
+
+
+@pytest.mark.parametrize("instruction_set", ["plain", "avx2", "avx512", "avx512bf16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dense_on_every_instruction_set(backend: str, instruction_set: str, dtype: torch.dtype) -> None:
+    q, k, v = fused_windows(2, 70, 3, 64, dtype)
+    ops = attention.cpu_ops()
+    before = ops.instruction_set() if ops else ""
+    try:
+        if ops:
+            ops.use_instruction_set(instruction_set)  # one that this CPU lacks leaves the one in use
+        out = dense_attention(q, k, v, scale=0.125)
+    finally:
+        if ops:
+            ops.use_instruction_set(before)
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    exact = dense_attention_reference(q, k, v, scale=0.125)
+    torch.testing.assert_close(out.double(), exact, atol=tolerance, rtol=tolerance)
+
+
+def test_dense_large_scores(backend: str) -> None:
+    """Scores in the thousands: one key takes all, later tiles outdo earlier ones, and nothing overflows."""
+    q, k, v = fused_windows(1, 300, 2, 64)
+    k = k * torch.linspace(1, 40, 300)[:, None, None].to(k.dtype)
+    exact = dense_attention_reference(q, k, v, scale=4.0)
+    torch.testing.assert_close(dense_attention(q, k, v, scale=4.0).double(), exact, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dense_padding_never_leaks(backend: str, dtype: torch.dtype) -> None:
+    q, k, v = qkv = fused_windows(2, 100, 2, 64, dtype)
+    for length in (1, 63, 64, 99, 100):
+        clean = dense_attention(*qkv[:, :, :length], scale=0.125)
+        qkv[:, :, length:] = torch.nan
+        padded = dense_attention(q, k, v, scale=0.125, length=length)
+        assert torch.equal(padded[:, :length], clean) and not padded[:, length:].any()
+        qkv[:, :, length:] = 1.0
+
+
+def test_dense_spreads_nan_of_its_own_rows_only(backend: str) -> None:
+    q, k, v = fused_windows(1, 90, 2, 64).clone()
+    q[0, 7, 0] = torch.nan
+    out = dense_attention(q, k, v, scale=0.125)
+    assert bool(out[0, 7, :64].isnan().all()) and not out[0, 7, 64:].isnan().any()
+    assert int(out.isnan().sum()) == 64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dense_alone_equals_batched_on_any_threads(backend: str, dtype: torch.dtype) -> None:
+    q, k, v = fused_windows(3, 150, 2, 64, dtype)
+    if backend == "torch":  # torch's own sums may depend on the batch
+        alone = dense_attention(q[1:2], k[1:2], v[1:2], scale=0.125)
+        torch.testing.assert_close(dense_attention(q, k, v, scale=0.125)[1:2], alone, atol=1e-2, rtol=1e-2)
+        return
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = [dense_attention(*(x[at : at + 1].contiguous() for x in (q, k, v)), scale=0.125) for at in range(3)]
+        swapped = dense_attention(q.flip(1), k, v, scale=0.125)  # rows in other tiles
+        torch.set_num_threads(2)
+        together = dense_attention(q, k, v, scale=0.125)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(together, torch.cat(alone)) and torch.equal(together, swapped.flip(1))
+
+
+def test_dense_nothing(backend: str) -> None:
+    q, k, v = fused_windows(1, 8, 2, 64)
+    assert not dense_attention(q, k, v, scale=0.125, length=0).any()
 
 
 # ------------------------------------------------------------------------------------------------------------- store
