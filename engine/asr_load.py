@@ -111,7 +111,7 @@ def _sizes(config: EngineConfig, model: Whisper) -> tuple[int, int, int]:
         budget, most, batch = int(torch.cuda.mem_get_info(model.device)[0] * 0.5), 64, 8
     else:
         # More hypotheses at once would not be faster: a decode step reads every window's keys and values.
-        budget, most, batch = _CPU_CACHE_BYTES, 16, 1
+        budget, most, batch = _CPU_CACHE_BYTES, 24, 1
     audio = max(2, min(most, config.max_num_seqs, budget // window))
     return max(8, 2 * audio), audio, batch  # beams and samples share a window, and their own memory is small
 
