@@ -64,6 +64,7 @@ types: venv
 
 bench: venv
 	$(PY) benchmarks/llm.py
+	$(PY) benchmarks/asr.py
 
 # Other engines to measure against, each in its own pinned venv under $$MOTET_VENVS.
 peers: venv
