@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ _RESCUE_RMS = 0.01  # -40 dB of full scale, over half a second
 
 
 @dataclass(kw_only=True, eq=False)
-class Listening:
+class Listening(ABC):
     """Common to files and streams."""
 
     request: AudioRequest
@@ -82,9 +83,9 @@ class Listening:
             audio_s=self.recording.num_samples / SAMPLE_RATE,
         )
 
+    @abstractmethod
     def finished(self) -> bool:
         """Everything has been heard and told."""
-        raise NotImplementedError
 
 
 @dataclass(kw_only=True, eq=False)
