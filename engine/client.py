@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import asyncio
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
@@ -103,7 +103,7 @@ class Mailbox:
         return events
 
 
-class HostClient:
+class HostClient(ABC):
     """What all clients of a host share: mailboxes, calls, draining. Kinds differ in how a message reaches the host."""
 
     _EARLY_ABORTS = 1024

@@ -57,6 +57,7 @@ class LLMEngine:
         self.scheduler = scheduler
         self.executor = executor
         self.depth = depth
+        self.last_error: Exception | None = None  # what failed the last failed step, for people who look
         self.flight_recorder: deque[tuple[StepPlan, StepResult | None]] = deque(maxlen=flight_recorder)
         self._clock = clock
         self._input_timeout_s = input_timeout_s

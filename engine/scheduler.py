@@ -203,7 +203,7 @@ class Scheduler:
         self._next_step += 1
         self.counters.num_steps += 1
         self.counters.num_step_tokens += sum(item.num_tokens + item.num_drafts for item in launched)
-        self._park_hungry(now)
+        self._park_hungry()
         return plan
 
     def land(self, plan: StepPlan, result: StepResult, now: float) -> list[Output]:
@@ -383,7 +383,8 @@ class Scheduler:
         for seq in [seq for seq in self.hungry if now - seq.input_since >= self.input_lease_s]:
             self._preempt(seq)
 
-    def _park_hungry(self, now: float) -> None:
+    def _park_hungry(self) -> None:
+        """Open requests that ran out of input leave the running set, with slot and blocks."""
         for seq in [seq for seq in self.running if seq.input_open and seq.num_pending <= 0]:
             self.running.remove(seq)
             seq.state = State.WAITING_FOR_INPUT
