@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from ..engine.errors import from_info
 from ..engine.frontend.events import TextAborted, TextDelta, TextDone, TextEvent, TextFailed, TextRequest
@@ -19,6 +19,7 @@ from .config import ServedModel
 from .exchange import DONE, KEEP_ALIVE, Exchange, stopped_error
 from .protocol import GenerationRequest, PromptTokensDetails, UsageBody
 
+T = TypeVar("T")
 # (number of the prompt, event): what became ready together, to be written together.
 Batch: TypeAlias = list[tuple[int, TextEvent]]
 _SEED_RANGE = 2**62
@@ -136,13 +137,16 @@ class Generation:
         for request in self.requests:
             metrics.observe_submitted(self.model.id, n=n, max_tokens=request.params.max_tokens)
         last: dict[tuple[int, int], float] = {}
-        events = self._merged()
+        # One prompt needs no queue and no tasks.
+        single = len(self.prepared) == 1
+        events = self.exchange.service.frontend.stream(self.prepared[0]) if single else self._merged()
         try:
             while True:
                 waiting = on_silence is not None and not last
-                batch = await (self._first(events, on_silence) if waiting else anext(events, None))
-                if batch is None:
+                ready = await (self._first(events, on_silence) if waiting else anext(events, None))
+                if ready is None:
                     return
+                batch: Batch = ready if isinstance(ready, list) else [(0, ready)]
                 for prompt, event in batch:
                     if type(event) is TextDelta:
                         now = time.perf_counter()
@@ -170,9 +174,9 @@ class Generation:
             await events.aclose()
 
     async def _first(
-        self, events: AsyncGenerator[Batch, None], on_silence: Callable[[], Awaitable[None]] | None
-    ) -> Batch | None:
-        """The next batch, while silence is broken now and then. The wait itself is never cancelled by the clock."""
+        self, events: AsyncGenerator[T, None], on_silence: Callable[[], Awaitable[None]] | None
+    ) -> T | None:
+        """The next of them, while silence is broken now and then. The wait itself is never cancelled by the clock."""
         pending = asyncio.ensure_future(anext(events, None))
         try:
             while not (await asyncio.wait({pending}, timeout=self.exchange.service.config.sse_keep_alive_s))[0]:
@@ -196,13 +200,8 @@ class Generation:
         self.exchange.service.metrics.observe_done(self.model.id, done.finish_reason, usage, done.timing, latency_s)
 
     async def _merged(self) -> AsyncGenerator[Batch, None]:
-        """The events of all prompts as they come. One prompt needs no queue and no tasks."""
+        """The events of several prompts as they come."""
         frontend = self.exchange.service.frontend
-        if len(self.prepared) == 1:
-            async with contextlib.aclosing(frontend.stream(self.prepared[0])) as events:
-                async for event in events:
-                    yield [(0, event)]
-            return
         queue: asyncio.Queue[tuple[int, TextEvent | Exception | None]] = asyncio.Queue(maxsize=_MAX_READY)
 
         async def pump(prompt: int, prepared: Prepared) -> None:

@@ -140,16 +140,12 @@ class TextFrontend:
         finally:
             await stream.aclose()
 
-    async def stream(self, prepared: Prepared) -> AsyncGenerator[TextEvent, None]:
+    def stream(self, prepared: Prepared) -> AsyncGenerator[TextEvent, None]:
         """Submit and yield: PromptInfo, deltas, one terminal event per choice. Closing it aborts what still runs."""
-        if len(prepared.children) == 1:
-            single = self._choice(prepared, 0)
-            try:
-                async for event in single:
-                    yield event
-            finally:
-                await single.aclose()
-            return
+        # Not a generator around generators: each layer would cost every token of every stream.
+        return self._choice(prepared, 0) if len(prepared.children) == 1 else self._choices(prepared)
+
+    async def _choices(self, prepared: Prepared) -> AsyncGenerator[TextEvent, None]:
         merged = self._merged(prepared)
         try:
             informed = False
