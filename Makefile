@@ -41,8 +41,10 @@ $(KERNELS): $(INSTALLED) $(KERNEL_SOURCES)
 demo: venv
 	$(BIN)/motet demo
 
+# Triton's interpreter must be chosen before anything imports Triton: the GPU kernels' tests are a run of their own.
 test: venv
-	$(PY) -m pytest -q -n $(JOBS) --dist loadgroup tests
+	$(PY) -m pytest -q -n $(JOBS) --dist loadgroup --ignore=tests/kernels/gpu tests
+	TRITON_INTERPRET=1 $(PY) -m pytest -q -n $(JOBS) tests/kernels/gpu
 
 check: lint types test
 
@@ -64,6 +66,7 @@ types: venv
 
 bench: venv
 	$(PY) benchmarks/llm.py
+	$(PY) benchmarks/quality.py
 	$(PY) benchmarks/asr.py
 
 # Other engines to measure against, each in its own pinned venv under $$MOTET_VENVS.

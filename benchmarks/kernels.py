@@ -67,12 +67,12 @@ def dense_case(rows: int) -> tuple[Work, Work]:
     )
 
 
-def linear_case(kind: str, rows: int) -> tuple[Work, Work]:
-    """The fused gate-up projection; torch multiplies bf16."""
-    weight = torch.randn(2 * INNER, HIDDEN) * 0.02
+def linear_case(kind: str, rows: int, out: int = 2 * INNER, inputs: int = HIDDEN) -> tuple[Work, Work]:
+    """A projection (the fused gate-up one unless sizes are given); torch multiplies bf16."""
+    weight = torch.randn(out, inputs) * 0.02
     made = {"bf16": lambda: from_tensor(weight.to(BF16)), "int8": lambda: quantize_int8(weight)}
     prepared = prepare(made.get(kind, lambda: quantize_int4(weight))(), BF16)
-    x, plain = torch.randn(rows, HIDDEN, dtype=BF16), weight.to(BF16)
+    x, plain = torch.randn(rows, inputs, dtype=BF16), weight.to(BF16)
     return lambda: linear(x, prepared), lambda: F.linear(x, plain)
 
 
@@ -118,8 +118,11 @@ def cases() -> dict[str, tuple[Work, Work]]:
         "sample random 16": sampling_case(1.0, 16),
     }
     for kind in ("bf16", "int8", "int4"):
-        for rows in (1, 16, 512):
+        for rows in (1, 16, 64, 1024):
             found[f"linear {kind} {rows}"] = linear_case(kind, rows)
+    for out, inputs in ((3 * 384, 384), (384, 384), (1536, 384), (384, 1536)):  # Whisper tiny's encoder
+        found[f"linear int8 1500 x {inputs} x {out}"] = linear_case("int8", 1500, out, inputs)
+    found[f"linear int4 1 x {HIDDEN} x {VOCAB}"] = linear_case("int4", 1, VOCAB)  # the head
     return found
 
 

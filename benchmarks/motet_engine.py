@@ -27,6 +27,16 @@ class Answer:
     num_tokens: int
     num_cached_tokens: int
     first_token_s: float
+    seconds: float  # to its end
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pauses:
+    """Seconds between one stream's tokens and its next, of all streams; while they were alone, and beside a prefill."""
+
+    alone_s: list[float]
+    beside_s: list[float]
+    prefill_s: float
 
 
 class MotetEngine:
@@ -82,6 +92,13 @@ class MotetEngine:
         """One prompt alone. Prefixes are shared only between requests of the same salt."""
         return self._runner.run(self._one(prompt, max_tokens, salt))
 
+    def pauses(self, prompts: Sequence[list[int]], long: list[int], *, idle_s: float, salt: str) -> Pauses:
+        """Run `prompts` as endless streams for `idle_s`, then beside them the prompt `long` to its first token.
+
+        Raises EngineError when a stream meets its end meanwhile.
+        """
+        return self._runner.run(self._pauses(prompts, long, idle_s, salt))
+
     def close(self) -> None:
         try:
             self._runner.run(self._client.close())
@@ -91,14 +108,55 @@ class MotetEngine:
     async def _all(self, prompts: Sequence[list[int]], max_tokens: int) -> list[Answer]:
         return await asyncio.gather(*(self._one(prompt, max_tokens, "") for prompt in prompts))
 
-    async def _one(self, prompt: list[int], max_tokens: int, salt: str) -> Answer:
-        request = Request(
+    async def _pauses(self, prompts: Sequence[list[int]], long: list[int], idle_s: float, salt: str) -> Pauses:
+        arrivals: list[list[float]] = [[] for _ in prompts]
+        room = self.info.max_model_len - max(map(len, prompts)) - 1
+        tasks = [asyncio.ensure_future(self._note(p, room, salt, seen)) for p, seen in zip(prompts, arrivals)]
+        try:
+            while any(len(seen) < 4 for seen in arrivals):
+                await self._unless_over(tasks, 0.002)
+            began = time.perf_counter()
+            await self._unless_over(tasks, idle_s)
+            came = time.perf_counter()
+            await self._one(long, 1, salt)
+            went = time.perf_counter()
+            await self._unless_over(tasks, 0.0)
+        finally:
+            for task in tasks:
+                task.cancel()  # leaving an iterator aborts its request
+            await asyncio.gather(*tasks, return_exceptions=True)
+        alone = [pause for seen in arrivals for end, pause in _pauses_of(seen) if began < end <= came]
+        beside = [pause for seen in arrivals for end, pause in _pauses_of(seen) if came < end <= went]
+        if not alone or not beside:
+            raise EngineError(f"{len(alone)} pauses were seen without and {len(beside)} beside the long prompt")
+        return Pauses(alone_s=alone, beside_s=beside, prefill_s=went - came)
+
+    async def _note(self, prompt: list[int], max_tokens: int, salt: str, arrivals: list[float]) -> None:
+        """Run one stream and write down when its tokens come."""
+        async for event in self._client.submit(self._request(prompt, max_tokens, salt)):
+            if not isinstance(event, Tokens):
+                raise EngineError(f"a stream ended before it was to: {event}")
+            arrivals.append(time.perf_counter())
+
+    @staticmethod
+    async def _unless_over(tasks: Sequence[asyncio.Future[None]], seconds: float) -> None:
+        """Sleep; a stream that has ended meanwhile is an error."""
+        done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+            raise EngineError("a stream ended before it was to")
+
+    def _request(self, prompt: list[int], max_tokens: int, salt: str) -> Request:
+        return Request(
             request_id=f"bench-{next(self._numbers)}",
             model=self.model,
             prompt=prompt,
             params=SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
             cache_salt=salt,
         )
+
+    async def _one(self, prompt: list[int], max_tokens: int, salt: str) -> Answer:
+        request = self._request(prompt, max_tokens, salt)
         began = time.perf_counter()
         first_token_s = 0.0
         num_tokens = 0
@@ -111,7 +169,13 @@ class MotetEngine:
                     num_tokens=num_tokens,
                     num_cached_tokens=event.usage.num_cached_tokens,
                     first_token_s=first_token_s,
+                    seconds=time.perf_counter() - began,
                 )
             else:
                 raise EngineError(str(event))
         raise EngineError("the stream ended without its end")
+
+
+def _pauses_of(arrivals: Sequence[float]) -> list[tuple[float, float]]:
+    """(its end, the pause) between consecutive arrivals."""
+    return [(later, later - earlier) for earlier, later in itertools.pairwise(arrivals)]

@@ -31,6 +31,8 @@ from motet.pipelines.live_pace import LivePace
 from motet.pipelines.media import SAMPLE_RATE, to_s16
 
 Samples = NDArray[np.float32]
+_PIECE = 1 << 17  # samples of a message
+_AHEAD_S = 30.0  # of a simulated stream, in its pauses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +127,17 @@ class MotetRecogniser:
     async def _watched(self, samples: Samples, options: TranscribeOptions, mark_s: Sequence[float]) -> list[float]:
         marks = list(mark_s)
         seen: list[float] = []
-        # 16 bits, as the server sends files: half the memory, and one frame holds four hours.
-        async for event in self._client.submit(self._request(to_s16(samples), options, "s16")):
+        # As the server sends long files: 16 bits, in pieces.
+        request = self._request(b"", options, "s16")
+        request.in_pieces = True
+        events = self._client.submit(request)
+        first = asyncio.ensure_future(anext(events))
+        await asyncio.sleep(0)  # the request leaves before its audio
+        for start in range(0, len(samples), _PIECE):
+            piece = to_s16(samples[start : start + _PIECE])
+            await self._client.append(request.request_id, [], pcm=piece, last=start + _PIECE >= len(samples))
+        event: AnyEvent | None = await first
+        while event is not None:
             if isinstance(event, Recognized) and event.segments:
                 while marks and event.segments[-1].end >= marks[0]:
                     marks.pop(0)
@@ -135,6 +146,7 @@ class MotetRecogniser:
                 return [*seen, *(self.rss_gb() for _ in marks), self.rss_gb()]
             elif not isinstance(event, Recognized):
                 raise EngineError(str(event)[:300])
+            event = await anext(events, None)
         raise EngineError("the transcript ended without its end")
 
     async def _stream(
@@ -144,6 +156,7 @@ class MotetRecogniser:
         request.open = True
         pace = LivePace()
         seen: list[float] = []
+        before_s = await self._heard_s()
 
         async def speak() -> None:
             marks = list(mark_s)
@@ -152,6 +165,11 @@ class MotetRecogniser:
                 start = sent % len(samples)
                 piece = samples[start : start + min(SAMPLE_RATE, num_samples - sent)]
                 sent += len(piece)
+                while pace.quiet and sent / SAMPLE_RATE - pace.heard_s > _AHEAD_S and not pace.ended:
+                    # In a pause no event tells how far the engine has come. Its answer follows all events of what it heard.
+                    heard_s = await self._heard_s() - before_s
+                    if pace.quiet:
+                        pace.heard_s = max(pace.heard_s, heard_s)
                 await pace.wait(sent / SAMPLE_RATE)
                 await self._client.append(request.request_id, [], pcm=piece.tobytes())
                 while marks and sent >= marks[0] * SAMPLE_RATE:
@@ -179,6 +197,10 @@ class MotetRecogniser:
             if speaking is not None:
                 speaking.cancel()
         raise EngineError("the stream ended without its end")
+
+    async def _heard_s(self) -> float:
+        """Seconds of audio that the engine has heard so far, of all requests."""
+        return float((await self._client.stats())["models"][self.model]["audio_seconds"])
 
     def _request(self, pcm: bytes, options: TranscribeOptions, encoding: str) -> AudioRequest:
         return AudioRequest(

@@ -1,4 +1,4 @@
-"""The command line: `motet serve | chat | transcribe | models | demo`.
+"""The command line: `motet serve | chat | transcribe | models | demo | bench`.
 
 Reads arguments and configuration, then hands over to the server, the SDK or the demo. Never imports torch itself: the
 server's process stays free of it, and `motet --help` is quick.
@@ -17,6 +17,7 @@ from typing import NoReturn
 from .. import __version__
 from ..engine.errors import MotetError
 from ..models.registry import installed
+from . import bench
 from .config import ConfigError, MotetConfig, add_flags, build, merge, read_toml, set_values, to_toml
 
 # Words that will be commands; until then each says so instead of looking like a typo.
@@ -26,7 +27,6 @@ RESERVED = {
     "image": "pictures from text",
     "video": "short videos from text",
     "embed": "embeddings",
-    "bench": "measure a running server",
     "plan": "what fits on this machine",
     "tune": "find the best settings",
     "simulate": "replay a load without hardware",
@@ -129,6 +129,8 @@ def make_parser() -> argparse.ArgumentParser:
     demo.add_argument("--serve", action="store_true", help="keep the server running afterwards")
     demo.add_argument("--port", type=int, default=0, metavar="N", help="default: any free port")
     demo.set_defaults(run=run_demo)
+
+    bench.add_parser(commands)
     return parser
 
 

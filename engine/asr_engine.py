@@ -1,8 +1,8 @@
 """The recogniser: audio requests in, transcripts out, one bounded piece of work at a time.
 
-A step hears what live streams brought (one batch over all of them), then does one more thing: hear a block of a file, encode
-windows, or decode one token of every running window. Windows of all requests share one batch (segment_decoder.py). Not
-thread-safe: the host's loop is the only caller.
+A step hears what live streams brought (one batch over all of them), then does one more thing: hear a block of a file or tell
+its speakers apart, encode windows, or decode one token of every running window. Windows of all requests share one batch
+(segment_decoder.py). Not thread-safe: the host's loop is the only caller.
 
 Backpressure: a live stream that is more than `max_behind_s` ahead of what has been told fails with code "too_fast".
 """
@@ -19,9 +19,10 @@ import msgspec
 
 from .asr_options import check_options
 from .decode_job import DecodeJob, DecodeOptions, Finished
+from .early_text import EarlyText, final_options
 from .errors import DuplicateRequest, InvalidRequest, Overloaded, to_info
 from .language_choice import LanguageChoice
-from .listeners import FileListening, Listening, LiveListening, common, open_live
+from .listeners import FileListening, Labelling, Listening, LiveListening, LookAhead, common, open_live
 from .recording import SAMPLE_RATE, Recording
 from .segment_decoder import SegmentDecoder
 from .segmenter import Boundary
@@ -34,11 +35,10 @@ from .types import (
     EmbeddingSpan,
     Failed,
     ModelInfo,
-    Partial,
     Recognized,
     Segment,
     Speech,
-    Word,
+    TranscribeOptions,
 )
 
 _MAX_WINDOWS = 64  # of one stream, heard in one step: 2 s
@@ -46,7 +46,8 @@ _FINAL_DUE_S = 0.25  # after the end of speech somebody waits for the text
 _HEAR_DUE_S = 0.1  # after audio came, somebody waits to be heard
 _MAX_LOOKS = 4  # windows asked for their language
 
-Diarize = Callable[[Any, list[Segment], Any], list[Segment]]
+ReadSamples = Callable[[int, int], Any]  # (start, end) -> fp32 [end - start]
+Diarize = Callable[[ReadSamples, list[Segment], TranscribeOptions], Labelling]
 
 
 class ASREngine:
@@ -74,6 +75,8 @@ class ASREngine:
         self.model = model
         self.decoder = SegmentDecoder(model, num_slots=num_slots, num_audio=num_audio, encoder_batch=encoder_batch)
         self.last_error: BaseException | None = None
+        self._early = EarlyText(self.decoder, self._job, clock)
+        self._decided: deque[Finished] = deque()  # final text that was there when speech ended
         self._vad = vad
         self._streams = streams
         self._free_streams = list(range(streams.num))
@@ -84,8 +87,8 @@ class ASREngine:
         self._seed = seed
         self._diarize = diarize
         self._requests: dict[str, Listening] = {}
-        self._scanning: deque[FileListening] = deque()
-        self._scan_next = True
+        self._files: deque[FileListening] = deque()  # with work outside of the decoder: to be heard, or labelled
+        self._file_next = True
         self._counters = dict.fromkeys(("requests", "steps", "heard_samples", "told_segments"), 0)
         self._seconds_per_window = 0.0
 
@@ -97,6 +100,8 @@ class ASREngine:
             raise InvalidRequest(f"model {self.info.model!r} hears audio and takes no text requests", param="model")
         if request.request_id in self._requests:
             raise DuplicateRequest("request_id: this id is already running", param="request_id")
+        if request.open and request.in_pieces:
+            raise InvalidRequest("in_pieces: expected of files, a live stream is open anyway", param="in_pieces")
         options = request.options
         check_options(options, model=self.model, num_slots=self.decoder.num_slots, live=request.open)
         if options.diarize and self._diarize is None:
@@ -112,7 +117,7 @@ class ASREngine:
         self._requests[request.request_id] = listening
         self._counters["requests"] += 1
         if isinstance(listening, FileListening):
-            self._scanning.append(listening)
+            self._line_up(listening)
 
     def append(
         self,
@@ -123,16 +128,19 @@ class ASREngine:
         pcm: bytes = b"",
         last: bool = False,
     ) -> None:
-        """More audio of a live stream. Raises InvalidRequest when it takes none, or gets it faster than it can be heard."""
+        """More audio of a live stream, or of a file in pieces. Raises InvalidRequest when it takes none, or when a stream gets it
+        faster than it can be heard."""
         listening = self._requests.get(request_id)
         if token_ids or embeddings:
             raise InvalidRequest("append: a recogniser takes audio, not token ids", param="token_ids")
-        if not isinstance(listening, LiveListening) or listening.closed:
+        if listening is None or listening.closed:
             raise InvalidRequest("append: this request is unknown or takes no more audio", param="request_id")
         listening.recording.append(pcm)
         listening.input_since = self._clock()
         listening.closed = last
-        if listening.behind > self._max_behind:
+        if isinstance(listening, FileListening):
+            self._line_up(listening)
+        elif isinstance(listening, LiveListening) and listening.behind > self._max_behind:
             raise self._too_fast()
 
     def update(self, request_id: str, *, priority: int | None = None, deadline: float | None = None) -> None:
@@ -157,7 +165,7 @@ class ASREngine:
 
     def has_work(self) -> bool:
         return (
-            bool(self._scanning)
+            bool(self._files)
             or self.decoder.has_work()
             or any(live.num_windows or live.wants_flush for live in self._live())
         )
@@ -179,7 +187,7 @@ class ASREngine:
         return min((listening.request.priority for listening in self._requests.values()), default=0)
 
     def next_timer(self) -> float | None:
-        waiting = [live.input_since + self._input_timeout_s for live in self._live() if not live.closed]
+        waiting = [one.input_since + self._input_timeout_s for one in self._requests.values() if not one.closed]
         return min(waiting, default=None)
 
     # ---------------------------------------------------------------------------------------------------- steps
@@ -190,17 +198,20 @@ class ASREngine:
         self._counters["steps"] += 1
         events = self._end_starved(now)
         events += self._guarded(self._live(), lambda: self._hear(now))
-        if self._scanning and (self._scan_next or not self.decoder.has_work()):
-            self._scan_next = False
-            file = self._scanning.popleft()
-            events += self._guarded([file], lambda: self._scan(file))
+        while self._decided:
+            events += self._land(self._decided.popleft())
+        if self._files and (self._file_next or not self.decoder.has_work()):
+            self._file_next = False
+            file = self._files.popleft()
+            events += self._guarded([file], lambda: self._advance(file))
         elif self.decoder.has_work():
-            self._scan_next = True
+            self._file_next = True
             self._count_started(now)
             for finished in self.decoder.step(max_windows=self._windows_within(slack_s)):
                 events += self._land(finished)
         for listening in list(self._requests.values()):
             events += self._feed(listening)
+        self._early.next_partial(self._live())
         return events
 
     def _guarded(self, mine: Sequence[Listening], work: Callable[[], list[AnyEvent]]) -> list[AnyEvent]:
@@ -218,8 +229,8 @@ class ASREngine:
         live = self._live()
         return {
             "running": self.decoder.num_running,
-            "waiting": self.decoder.num_waiting + len(self._scanning) + sum(len(r.to_decode) for r in self._all()),
-            "waiting_for_input": sum(not stream.closed for stream in live),
+            "waiting": self.decoder.num_waiting + len(self._files) + sum(len(r.to_decode) for r in self._all()),
+            "waiting_for_input": sum(not listening.closed for listening in self._all()),
             "requests": len(self._requests),
             "active_streams": len(live),
             "free_slots": free_text,
@@ -251,7 +262,7 @@ class ASREngine:
     def _listen(self, request: AudioRequest, recording: Recording) -> Listening:
         now = self._clock()
         if not request.open:
-            return FileListening(**common(request, recording, self.model, now))
+            return FileListening(**common(request, recording, self.model, now), closed=not request.in_pieces)
         slot = self._free_streams.pop()
         self._streams.reset(slot)
         return open_live(request, recording, self.model, now, slot=slot)
@@ -261,16 +272,30 @@ class ASREngine:
         self._requests.pop(listening.request.request_id, None)
         self.decoder.drop(listening)
         if isinstance(listening, LiveListening):
-            self.decoder.drop(listening.partial)
+            self._early.forget(listening)
             self._free_streams.append(listening.slot)
-        elif isinstance(listening, FileListening) and listening in self._scanning:
-            self._scanning.remove(listening)
+        elif isinstance(listening, FileListening) and listening in self._files:
+            self._files.remove(listening)
+
+    def _line_up(self, file: FileListening) -> None:
+        if (file.labelling is not None or file.can_scan) and file not in self._files:
+            self._files.append(file)  # files take turns
+
+    def _advance(self, file: FileListening) -> list[AnyEvent]:
+        """The next piece of a file's work outside of the decoder."""
+        if file.labelling is None:
+            return self._scan(file)
+        labelled = file.labelling.step()
+        if labelled is None:
+            self._line_up(file)
+            return []
+        return [self._recognized(file, labelled, file.settled), *self._end(file)]
 
     def _scan(self, file: FileListening) -> list[AnyEvent]:
         before = len(file.probs)
         file.scan(self._vad)
         if not file.scanned:
-            self._scanning.append(file)  # files take turns
+            self._line_up(file)
             self._counters["heard_samples"] += (len(file.probs) - before) * 512
             return []
         self._counters["heard_samples"] += file.recording.num_samples - before * 512
@@ -299,6 +324,7 @@ class ASREngine:
                 for boundary in live.segmenter.finish(live.recording.num_samples):
                     events += self._bound(live, boundary, now)
                 events += self._end_if_finished(live)
+            self._early.look_ahead(live)
             live.forget()
         return events
 
@@ -306,7 +332,7 @@ class ASREngine:
         request_id = live.request.request_id
         if boundary.what == "started":
             live.open_start, live.open_overlap = boundary.sample, boundary.overlap
-            live.partial.start = live.partial.heard = boundary.sample
+            self._early.started(live, boundary.sample)
             if boundary.overlap and live.to_decode:
                 live.to_decode[-1].forced_cut = True
         else:
@@ -320,18 +346,31 @@ class ASREngine:
             )
             live.open_start = None
             live.transcript.add(span)
-            live.to_decode.append(span)
-            self.decoder.drop(live.partial)
-            live.partial.job = None
+            self._decode_final(live, span, now)
+            self._early.stopped(live)
         if boundary.cut:
             return []  # speech goes on; only we needed a cut
-        return [live.stamp(Speech(request_id=request_id, what=boundary.what, sample=boundary.sample))]
+        settled = live.settled / SAMPLE_RATE
+        return [live.stamp(Speech(request_id=request_id, what=boundary.what, sample=boundary.sample, upto=settled))]
+
+    def _decode_final(self, live: LiveListening, span: Span, now: float) -> None:
+        """A segment has ended: queue it, unless its text is on its way or there already."""
+        ahead = self._early.take(live, span)
+        if ahead is None:
+            live.to_decode.append(span)
+            return
+        assert ahead.job is not None
+        live.num_in_decoder += 1
+        live.language, ahead.job.tag = ahead.job.language, (live, span)
+        self.decoder.adopt(ahead.job, live, now + _FINAL_DUE_S)
+        if ahead.finished is not None:
+            self._decided.append(ahead.finished)
 
     def _end_starved(self, now: float) -> list[AnyEvent]:
         late = [
-            live.request.request_id
-            for live in self._live()
-            if not live.closed and now - live.input_since >= self._input_timeout_s
+            request_id
+            for request_id, listening in self._requests.items()
+            if not listening.closed and now - listening.input_since >= self._input_timeout_s
         ]
         return [event for request_id in late for event in self.abort(request_id, "input_timeout")]
 
@@ -341,36 +380,18 @@ class ASREngine:
         """Queue what may be decoded: of a file a bounded number of windows, so that others get their turn."""
         while listening.to_decode and (listening.live or listening.num_in_decoder < self._max_in_decoder):
             self._queue(listening, listening.to_decode.popleft())
-        if isinstance(listening, LiveListening) and listening.wants_partial():
-            span, view = listening.partial_span(), listening.partial
-            options = dataclasses.replace(
-                listening.options,
-                temperatures=(0.0,),
-                beam_size=1,
-                timestamps=True,
-                alignment=True,
-                draft=True,
-                # Nobody speaks faster than this; a draft that runs on would hold up the others.
-                max_tokens=min(listening.options.max_tokens, 24 + 12 * (span.end - span.start) // SAMPLE_RATE),
-            )
-            view.heard = listening.heard
-            view.job = self._job(listening, span, options, owner=view)
-            view.job.due = self._clock() + listening.request.options.partial_s
-            self.decoder.add(view.job)
         return []
 
     def _queue(self, listening: Listening, span: Span) -> None:
-        options = listening.options
-        if span.cautious:
-            options = dataclasses.replace(options, temperatures=options.temperatures[:1])
-        if span.forced_cut or span.overlap:  # the joint is found by words
-            options = dataclasses.replace(options, alignment=True)
         if listening.live and not listening.language.sure:
             listening.language = _again(listening.language)
         listening.num_in_decoder += 1
-        self.decoder.add(self._job(listening, span, options, owner=listening))
+        job = self._job(listening, span, final_options(listening.options, span), listening)
+        if isinstance(listening, LiveListening):
+            job.draft = listening.partial.ids
+        self.decoder.add(job)
 
-    def _job(self, listening: Listening, span: Span, options: DecodeOptions, *, owner: object) -> DecodeJob:
+    def _job(self, listening: Listening, span: Span, options: DecodeOptions, owner: object) -> DecodeJob:
         recording, start, end = listening.recording, span.seek, span.window_end
         deadline = listening.request.deadline
         due = math.inf if deadline is None else listening.arrival + deadline
@@ -390,10 +411,11 @@ class ASREngine:
 
     def _land(self, finished: Finished) -> list[AnyEvent]:
         """A window is done: read it, decode what is left of its span, tell what can be told."""
+        listening: Listening
         listening, span = finished.job.tag
+        if self._requests.get(listening.request.request_id) is not listening:
+            return []
         if finished.error is not None:
-            if finished.job.owner is not listening:
-                listening.partial.job = None
             self.last_error = finished.error
             return self._fail(listening, finished.error)
         return self._guarded([listening], lambda: self._read(listening, span, finished))
@@ -401,21 +423,19 @@ class ASREngine:
     def _read(self, listening: Listening, span: Span, finished: Finished) -> list[AnyEvent]:
         job, decoded = finished.job, finished.result
         assert decoded is not None
+        if isinstance(listening, LiveListening) and isinstance(job.owner, LookAhead):
+            return self._early.land_ahead(listening, finished)
         listening.num_prompt_tokens += len(job.options.prompt)
         listening.num_output_tokens += len(decoded.ids)
         code = job.language.code or ""
         if isinstance(listening, LiveListening) and job.owner is listening.partial:
-            listening.partial.job = None
-            dataclasses.replace(listening.reader, timestamps=True).read(span, decoded, code)
-            return self._tell_partial(listening, span)
+            return self._early.land_partial(listening, span, finished)
         listening.num_in_decoder -= 1
         listening.told_language = job.language
         if not job.options.timestamps and len(decoded.ids) >= job.options.max_tokens:
             # Too much was said for one window: with timestamps we know where to go on.
             listening.num_in_decoder += 1
-            self.decoder.add(
-                self._job(listening, span, dataclasses.replace(job.options, timestamps=True), owner=listening)
-            )
+            self.decoder.add(self._job(listening, span, dataclasses.replace(job.options, timestamps=True), listening))
             return []
         reader = listening.reader
         if job.options.timestamps != reader.timestamps:
@@ -423,27 +443,30 @@ class ASREngine:
         reader.read(span, decoded, code)
         if not span.done:
             self._queue(listening, span)
-        events = [event for item in listening.transcript.take() for event in self._tell(listening, *item)]
+        leaving = listening.transcript.take()
+        settled = [span.start for span, _ in leaving[1:]] + [listening.settled]
+        events: list[AnyEvent] = []
+        for (told, placed), upto in zip(leaving, settled, strict=False):
+            events += self._tell(listening, told, placed, upto)
         return events + self._end_if_finished(listening)
 
     # -------------------------------------------------------------------------------------------------- telling
 
-    def _tell(self, listening: Listening, span: Span, placed: list[PlacedSegment]) -> list[AnyEvent]:
+    def _tell(self, listening: Listening, span: Span, placed: list[PlacedSegment], upto: int) -> list[AnyEvent]:
         events: list[AnyEvent] = []
-        if isinstance(listening, LiveListening):
-            if listening.request.options.partial_s:
-                events += self._settle(listening, span, placed)
-            listening.forget()
+        if isinstance(listening, LiveListening) and listening.request.options.partial_s:
+            events += self._early.settle(listening, span, placed)
+        listening.forget()
         segments = [item.segment for item in placed]
         self._counters["told_segments"] += len(segments)
         if isinstance(listening, FileListening) and listening.request.options.diarize:
             listening.kept += segments
             return events
         if segments or (listening.live and span.done):  # a stream hears of a segment without words too
-            events.append(self._recognized(listening, segments))
+            events.append(self._recognized(listening, segments, upto))
         return events
 
-    def _recognized(self, listening: Listening, segments: list[Segment]) -> AnyEvent:
+    def _recognized(self, listening: Listening, segments: list[Segment], upto: int) -> AnyEvent:
         if listening.first_result is None:
             listening.first_result = self._clock()
         choice = listening.told_language or listening.language
@@ -453,42 +476,24 @@ class ASREngine:
                 segments=segments,
                 language=choice.code or "",
                 language_probability=choice.probability,
+                upto=upto / SAMPLE_RATE,
             ),
         )
-
-    def _tell_partial(self, live: LiveListening, span: Span) -> list[AnyEvent]:
-        """A new hypothesis of the open segment: what agrees with the one before is committed."""
-        if live.open_start is None:
-            return []
-        return self._partial(live, *live.partial.hear(span))
-
-    def _settle(self, live: LiveListening, span: Span, placed: list[PlacedSegment]) -> list[AnyEvent]:
-        """The segment's final words are known: those that were not told yet are committed."""
-        return self._partial(live, live.partial.settle(span, placed), [])
-
-    def _partial(self, live: LiveListening, committed: list[Word], tentative: list[Word]) -> list[AnyEvent]:
-        said, maybe = _text(committed), _text(tentative)
-        if not said and maybe == live.partial.told:
-            return []
-        live.partial.told = maybe
-        told = committed or tentative
-        start = told[0].start if told else live.partial.start / SAMPLE_RATE
-        event = Partial(request_id=live.request.request_id, committed=said, tentative=maybe, start=start)
-        return [live.stamp(event)]
 
     def _end_if_finished(self, listening: Listening) -> list[AnyEvent]:
         if not listening.finished():
             return []
-        events: list[AnyEvent] = []
         if isinstance(listening, FileListening) and listening.kept:
             assert self._diarize is not None
-            recording = listening.recording
-            pcm = recording.slice(0, recording.num_samples)
-            events.append(self._recognized(listening, self._diarize(pcm, listening.kept, listening.request.options)))
-        done = listening.done(self._clock())
-        events.append(listening.stamp(done))
+            listening.labelling = self._diarize(listening.recording.slice, listening.kept, listening.request.options)
+            self._line_up(listening)
+            return []
+        return self._end(listening)
+
+    def _end(self, listening: Listening) -> list[AnyEvent]:
+        done = listening.stamp(listening.done(self._clock()))
         self._forget(listening)
-        return events
+        return [done]
 
     def _fail(self, listening: Listening, error: Exception) -> list[AnyEvent]:
         request_id = listening.request.request_id
@@ -518,7 +523,3 @@ class ASREngine:
 def _again(choice: LanguageChoice) -> LanguageChoice:
     """For the next segment of a stream whose language is not sure yet; one that is being asked stays."""
     return LanguageChoice() if choice.code is not None else choice
-
-
-def _text(words: Sequence[Word]) -> str:
-    return "".join(word.word for word in words)

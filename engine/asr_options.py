@@ -14,6 +14,9 @@ from .transcript import WINDOW_SAMPLES
 from .types import TranscribeOptions
 
 _MAX_TEMPERATURES = 16
+# Samples between a live segment's end and the moment when the silence after it is long enough, if that leaves some of it: its
+# text can be had in this time. Three windows of the detector.
+_LEAD = 3 * 512
 
 
 def check_options(options: TranscribeOptions, *, model: Any, num_slots: int, live: bool) -> None:
@@ -95,9 +98,11 @@ def segmenter_options(options: TranscribeOptions, *, live: bool) -> SegmenterOpt
             raise InvalidRequest(f"times of segments lie within 0 and 60 s, got {seconds}", param="min_silence_s")
         return round(seconds * SAMPLE_RATE)
 
+    min_silence = samples(options.end_silence_s if live else options.min_silence_s)
     return SegmenterOptions(
         threshold=options.vad_threshold,
-        min_silence=samples(options.end_silence_s if live else options.min_silence_s),
+        min_silence=min_silence,
+        tail=max(512, -(-min_silence // 512) * 512 - _LEAD) if live else None,
         pad=samples(options.speech_pad_s),
         max_speech=min(samples(options.max_segment_s), WINDOW_SAMPLES),
     )

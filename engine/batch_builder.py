@@ -1,6 +1,7 @@
 """From a plan's integers to the index arrays of a `PagedBatch`: positions, cache slots, visibility, draft masks.
 
-Mechanism without queues. Works on numpy arrays; the runner moves them to its device in one go.
+Mechanism without queues. Works on numpy arrays; the runner moves them to its device in one go. A step in which every
+sequence has one row (`is_plain_decode`) is filled into tensors that are kept for it: `DecodeInputs`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from ..kernels.attention import PagedBatch
 from .types import SequenceStep
 
 Ints = npt.NDArray[np.int64]
@@ -29,6 +32,64 @@ class Rows:
     row_starts: Ints  # [S + 1]
     ancestor_mask: Ints | None = None  # [R, W]
     tree_starts: Ints | None = None  # [S]
+
+
+def is_plain_decode(steps: Sequence[SequenceStep]) -> bool:
+    """Whether every sequence has one row and no drafts."""
+    return all(step.num_tokens == 1 and not step.drafts for step in steps)
+
+
+class DecodeInputs:
+    """Ids and batch of plain decode steps on a CPU, in tensors that the next such step overwrites.
+
+    `tables` (per group, [slots, blocks] int32) and `tokens` ([slots, positions] int64) are the runner's own, read here.
+    """
+
+    def __init__(self, tables: Sequence[npt.NDArray[np.int32]], tokens: torch.Tensor, block_size: int) -> None:
+        num_slots = len(tokens)
+        self.tokens: Ints = tokens.numpy()  # the same memory
+        self._tables = tables
+        self._block_size = block_size
+        # One row per index array: ids, kv index (= position), kv index + 1, then the cache slots of each group.
+        self._rows = torch.zeros(3 + len(tables), num_slots, dtype=torch.int64)
+        self._numpy: Ints = self._rows.numpy()
+        self._counting = torch.arange(num_slots + 1)
+        self._starts = tuple(range(num_slots + 1))
+
+    def fill(self, slots: list[int], starts: list[int]) -> tuple[torch.Tensor, PagedBatch]:
+        """Ids [S] and the batch for one row at `starts` of each of `slots`. Valid until the next call."""
+        n, size = len(slots), self._block_size
+        rows = self._numpy[:, :n]
+        slot, kv_index = np.array(slots, np.int64), np.array(starts, np.int64)
+        rows[0] = self.tokens[slot, kv_index]
+        rows[1] = kv_index
+        np.add(kv_index, 1, out=rows[2])
+        block = kv_index // size
+        offset = kv_index - block * size
+        longest = max(starts) + 1
+        width = -(-longest // size)
+        tables = []
+        for group, table in enumerate(self._tables):
+            np.multiply(table[slot, block], size, out=rows[3 + group], dtype=np.int64)
+            rows[3 + group] += offset
+            own = table[slots[0] : slots[0] + 1, :width] if n == 1 else table[slot, :width]
+            tables.append(torch.from_numpy(own))
+        ids, kv_indices, visible, *cache_slots = self._rows[:, :n].unbind(0)
+        batch = PagedBatch(
+            seq=self._counting[:n],
+            position=kv_indices,
+            slots=tuple(cache_slots),
+            num_visible=visible,
+            block_tables=tuple(tables),
+            kv_lens=visible,
+            row_starts=self._counting[: n + 1],
+            mark="decode",
+            max_kv_len=longest,
+            block_size=size,
+            row_starts_list=self._starts[: n + 1],
+            kv_lens_list=tuple(start + 1 for start in starts),
+        )
+        return ids, batch
 
 
 def is_chain(parents: Sequence[int]) -> bool:

@@ -71,11 +71,12 @@ class EngineClient(Protocol):
 class Mailbox:
     """One request's events on the reader's side. Never full: consecutive Tokens merge, and max_tokens bounds them."""
 
-    __slots__ = ("_events", "_wake", "ended")
+    __slots__ = ("_events", "_wake", "ended", "sent")
 
     def __init__(self) -> None:
         self._events: list[AnyEvent] = []
         self._wake = asyncio.Event()
+        self.sent = asyncio.Event()  # the request is on its way, or has ended before
         self.ended = False  # its terminal event has come
 
     def put(self, event: AnyEvent) -> None:
@@ -84,6 +85,7 @@ class Mailbox:
             return
         if isinstance(event, TERMINAL):
             self.ended = True
+            self.sent.set()
         last = self._events[-1] if self._events else None
         if isinstance(event, Tokens) and isinstance(last, Tokens):
             last.token_ids.extend(event.token_ids)
@@ -160,6 +162,7 @@ class HostClient(ABC):
             if not mailbox.ended:  # it may have been aborted meanwhile
                 self._post(Submit(request))
                 sent = True
+                mailbox.sent.set()
             while True:
                 for event in await mailbox.take():
                     yield event
@@ -181,6 +184,8 @@ class HostClient(ABC):
         pcm: bytes = b"",
         last: bool = False,
     ) -> None:
+        if (mailbox := self._mailboxes.get(request_id)) is not None:
+            await mailbox.sent.wait()  # while the host is being restarted, nothing of an input may get lost
         self._post(Append(request_id, token_ids, embeddings or [], last, pcm))
 
     async def update(self, request_id: str, *, priority: int | None = None, deadline: float | None = None) -> None:

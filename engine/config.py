@@ -18,20 +18,27 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 class EngineConfig:
     """One LLM engine. Zero and "auto" mean: chosen from model and machine at load."""
 
-    dtype: Dtype = (
-        "auto"  # of activations and KV cache; auto: bfloat16 where the CPU or GPU multiplies it, else float32
-    )
+    dtype: Dtype = "auto"  # of activations; auto: bfloat16 where the CPU or GPU multiplies it, else float32
     weights: Literal["auto", "keep", "dequantize"] = "auto"  # quantized checkpoints: keep them so in memory, or not
-    quantize: Literal["", "int8", "int4"] = ""  # weight-only quantization of float checkpoints at load
+    # of float checkpoints at load: int8 and int4 weights, or FP8 weights and activations (Ada, Hopper and later)
+    quantize: Literal["", "int8", "int4", "fp8"] = ""
     device: str = "auto"  # "cpu", "cuda", "cuda:1"; auto: cuda where there is one
     max_model_len: int = 0  # tokens; 0: the model's own
     max_num_seqs: int = 64  # sequences running at once
     max_num_batched_tokens: int = 0  # token budget of one step; 0: 512 on CPU, 8192 on CUDA
+    prefill_slowdown: float = (
+        1.8  # a step with decodes may take so many times as long for the sake of prompts; 0: no limit
+    )
     block_size: int = 16  # tokens per KV block
+    kv_dtype: Literal["auto", "int8"] = (
+        "auto"  # of the KV cache; auto: the activations'; int8: a scale per token and head
+    )
     kv_cache_gb: float = 0.0  # GiB for KV blocks; 0: an eighth of free memory, at most max_num_seqs full contexts
     num_blocks: int = 0  # KV blocks, overrides kv_cache_gb
     enable_prefix_caching: bool = True
     depth: int = -1  # plans in flight: -1 auto (0 on CPU, 1 on CUDA)
+    # plain decode steps at padded sizes: "auto" as CUDA graphs on CUDA; "padded" without recording, to look for trouble
+    graphs: Literal["auto", "off", "padded"] = "auto"
     tp_size: int = 1
     speculation: Literal["", "ngram"] = ""
     num_speculative_tokens: int = 4
@@ -50,6 +57,10 @@ class EngineConfig:
         for name in ("max_num_seqs", "tp_size", "flight_recorder"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected 1 or more, got {getattr(self, name)}")
+        if self.prefill_slowdown != 0 and not self.prefill_slowdown > 1:
+            raise ValueError(f"prefill_slowdown: expected 0 or more than 1, got {self.prefill_slowdown}")
+        if self.kv_dtype not in ("auto", "int8"):
+            raise ValueError(f"kv_dtype: expected auto or int8, got {self.kv_dtype!r}")
         if self.num_blocks == 1:
             raise ValueError("num_blocks: expected at least 2 (block 0 is never handed out), got 1")
         check_config(self)

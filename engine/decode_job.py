@@ -13,6 +13,7 @@ import torch
 from .beam_search import BeamSearch, Hypothesis
 from .decoding_rules import compression_ratio
 from .language_choice import LanguageChoice
+from .text_draft import TextDraft
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,9 @@ class DecodeOptions:
     suppress: tuple[int, ...] | None = None
     alignment: bool = False  # frames at which the text tokens begin
     max_tokens: int = 224
-    draft: bool = False  # text that will be said again: less silence after the window is encoded, which is cheaper
+    provisional: bool = (
+        False  # text that will be said again: less silence after the window is encoded, which is cheaper
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +67,7 @@ class DecodeJob:
     priority: int = 0
     due: float = math.inf
     tag: Any = None  # the owner's
+    draft: tuple[int, ...] = ()  # ids of an earlier transcript of nearly the same audio: makes greedy decoding faster
     order: int = 0
     audio: int = -1  # its audio slot
     next_temperature: int = 0
@@ -102,6 +106,8 @@ class Attempt:
     chosen: Decoded | None = None
     broken: bool = False
     moved: list[tuple[int, int]] = field(default_factory=list)  # slots to copy: (from, to)
+    draft: TextDraft | None = None  # greedy decoding only
+    offered: list[int] = field(default_factory=list)  # of the draft, computed in this step
 
     @property
     def live(self) -> list[Hypothesis]:
@@ -110,9 +116,9 @@ class Attempt:
     def rows(self) -> list[tuple[int, int, list[int]]]:
         """What is computed next: (slot, first position, ids)."""
         if not self.fed:
-            return [(self.slots[0], 0, self.prompt)]
+            return [(self.slots[0], 0, [*self.prompt, *self.offered])]
         return [
-            (self.slots[at], len(self.prompt) + len(h.ids) - 1, h.ids[-1:])
+            (self.slots[at], len(self.prompt) + len(h.ids) - 1, [*h.ids[-1:], *self.offered])
             for at, h in enumerate(self.live)
             if self.beams is not None or self.open[at]
         ]

@@ -14,9 +14,10 @@ and cheap at a pause. Overlapping speech goes to one of the voices.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -25,7 +26,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from .errors import InvalidRequest
-from .speaker_clusters import Array, best_path, find_voices
+from .speaker_clusters import Array, find_voices, walk_best_path
 from .types import Segment, TranscribeOptions, Word
 
 SAMPLE_RATE = 16_000
@@ -36,6 +37,7 @@ _SILENCE_DB = -90.0  # of full scale: about one step of 16 bits
 _MIN_LOUD = 3  # frames: less is a click
 _BLOCK_S = 30.0
 _MAX_KNOWN = 64
+_LABELLED = 500  # segments in one step
 _MAX_VOICE_S = 60.0
 _MIN_VOICE_S = 0.5
 
@@ -109,10 +111,17 @@ class Diarizer:
         self._num_speakers = num_speakers
         self._policy = policy or DiarizerPolicy()
         self._names = [name for name, _ in known]
-        self._known = [_unit(encoder.voice(_checked_voice(name, pcm))) for name, pcm in known]
+        self._known: list[Array] = []
+        self._to_enrol = deque(_checked_voice(name, pcm) for name, pcm in known)
         self._vectors: list[Array] = []  # float16 blocks [n, D]
         self._whole: list[bool] = []  # whether the window is a full one
         self._runs: list[_Run] = []
+
+    def enrol(self) -> bool:
+        """Hear one more of the known voices, up to a minute of it; False when all are known."""
+        if self._to_enrol:
+            self._known.append(_unit(self._encoder.voice(self._to_enrol.popleft())))
+        return bool(self._to_enrol)
 
     def add(self, pcm: Tensor, start_s: float = 0.0, regions: Iterable[tuple[float, float]] | None = None) -> None:
         """Hear the speech in `regions` (seconds of the recording) of `pcm` f32 [T], which begins at `start_s`.
@@ -172,15 +181,24 @@ class Diarizer:
 
     def turns(self) -> list[Turn]:
         """Voices over time so far, in order, named by order of appearance ("SPEAKER_00"...) or by enrolment."""
+        return _run_out(self.find_turns())
+
+    def find_turns(self) -> Generator[None, None, list[Turn]]:
+        """`turns` as its return value; yields between pieces of work, of some 0.1 s each for a recording of 4 hours."""
+        while self.enrol():
+            yield
         if not self._runs:
             return []
         vectors = np.concatenate(self._vectors).astype(np.float32) if self._vectors else np.zeros((0, 1), np.float32)
         voices = self._voices(vectors)
+        yield
         if len(voices) == 0:  # nothing long enough to tell voices apart
             voices = np.zeros((1, vectors.shape[1]), np.float32)
         names, voices = self._named(vectors, voices)
         scores, switch, cells = self._cells(vectors @ voices.T)
-        return _join(cells, best_path(scores, switch).tolist(), names)
+        yield
+        path = yield from walk_best_path(scores, switch)
+        return _join(cells, path.tolist(), names)
 
     def _voices(self, vectors: Array) -> Array:
         policy = self._policy
@@ -253,16 +271,31 @@ def label(segments: Sequence[Segment], turns: Sequence[Turn]) -> list[Segment]:
     A segment with words is split where the speaker changes, and ids are counted anew; the pieces' `tokens` are empty,
     as words do not know theirs. A segment without words takes the speaker of most of its time.
     """
+    return _run_out(_labels(segments, turns))
+
+
+def _labels(segments: Sequence[Segment], turns: Sequence[Turn]) -> Generator[None, None, list[Segment]]:
     if not turns:
         return list(segments)
     by_time = _TurnIndex(turns)
     result: list[Segment] = []
     next_id = segments[0].id if segments else 0
-    for segment in segments:
+    for number, segment in enumerate(segments, 1):
         for piece in _pieces(segment, by_time):
             result.append(msgspec.structs.replace(piece, id=next_id))
             next_id += 1
+        if number % _LABELLED == 0:
+            yield
     return result
+
+
+def _run_out(work: Generator[None, None, list[Any]]) -> list[Any]:
+    """What a generator returns when nobody waits in between."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return list(end.value)
 
 
 class Diarization:
@@ -287,20 +320,22 @@ class Diarization:
         self._diarizer = Diarizer(encoder, num_speakers=options.num_speakers, known=known, policy=policy)
         self._read = read
         self._segments = segments
-        self._blocks = _blocks(regions if regions is not None else speech_of(segments))
+        self._work = self._run(_blocks(regions if regions is not None else speech_of(segments)))
 
     def step(self) -> list[Segment] | None:
-        """Hear the next half minute of speech (some 50 ms on 2 CPU cores); the labelled segments when all is heard.
+        """Hear the next half minute of speech (some 50 ms on 2 CPU cores), later find the voices, later label; at last the
+        labelled segments. None means that there is more to do."""
+        return next(self._work)
 
-        The last step, which finds the voices, takes about 0.6 s for 4 hours.
-        """
-        block = next(self._blocks, None)
-        if block is None:
-            return label(self._segments, self._diarizer.turns())
-        first = max(0, int(block[0][0] * SAMPLE_RATE))
-        pcm = self._read(first, max(first, round(block[-1][1] * SAMPLE_RATE)))
-        self._diarizer.add(pcm, first / SAMPLE_RATE, block)
-        return None
+    def _run(self, blocks: Iterator[list[tuple[float, float]]]) -> Iterator[list[Segment] | None]:
+        for block in blocks:
+            first = max(0, int(block[0][0] * SAMPLE_RATE))
+            pcm = self._read(first, max(first, round(block[-1][1] * SAMPLE_RATE)))
+            self._diarizer.add(pcm, first / SAMPLE_RATE, block)
+            yield None
+        turns = yield from self._diarizer.find_turns()
+        yield None
+        yield (yield from _labels(self._segments, turns))
 
 
 def diarize(

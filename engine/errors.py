@@ -18,11 +18,12 @@ they never hold file contents, addresses or prompts.
 
 from __future__ import annotations
 
-import msgspec
+from dataclasses import dataclass
 
 
-class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """An error as it travels between processes and onto the wire."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ErrorInfo:
+    """An error as it travels between processes and onto the wire. No msgspec here: models import this file anywhere."""
 
     kind: str  # the name of a class in this file
     message: str

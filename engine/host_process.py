@@ -16,6 +16,7 @@ from typing import BinaryIO, cast
 
 import msgspec
 
+from .allocator import keep_freed_memory
 from .config import HostConfig
 from .frames import Events, Progress, Reply, pack, read_frame, to_host_decoder
 from .host import EngineHost
@@ -70,6 +71,15 @@ class SocketPeer:
                 self._backlog.popleft()
 
 
+def _pass_on(stream: BinaryIO, host: EngineHost, peer: SocketPeer) -> bool:
+    """Wait for the parent's next message and post it. Holds none: some are large, and the next may come in hours."""
+    body = read_frame(stream)
+    if body is None:
+        return False
+    host.post(to_host_decoder.decode(body), peer)
+    return host.alive  # else the parent sees the socket close, and restarts us
+
+
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent drains first, then closes the socket
@@ -80,16 +90,15 @@ def main() -> None:
         return
     config = msgspec.msgpack.decode(first, type=HostConfig)
     prepare_threads(config.threads)
+    keep_freed_memory()
     from .load import build_engine
 
     host = EngineHost(config, build=build_engine)
     peer = SocketPeer(sock)
     sock.sendall(pack({"pid": os.getpid()}))
     host.start()
-    while (body := read_frame(stream)) is not None:
-        host.post(to_host_decoder.decode(body), peer)
-        if not host.alive:
-            break  # the parent sees the socket close, and restarts us
+    while _pass_on(stream, host, peer):
+        pass
     host.stop(timeout_s=2.0)
     # Daemon threads may sit in a long step or a load; nothing of theirs is worth waiting for.
     sys.stderr.flush()

@@ -11,13 +11,13 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from .agreement import LocalAgreement
 from .asr_options import decode_options, segmenter_options
-from .decode_job import DecodeJob, DecodeOptions
+from .decode_job import DecodeJob, DecodeOptions, Finished
 from .language_choice import LanguageChoice
 from .recording import SAMPLE_RATE, Recording
 from .segmenter import LiveSegmenter, SegmenterOptions, chunks, speech_regions
@@ -35,6 +35,14 @@ _RESCUE_PROB = 0.2
 _RESCUE_RMS = 0.01  # -40 dB of full scale, over half a second
 
 
+class Labelling(Protocol):
+    """Speakers put on segments in bounded steps (diarizer.py)."""
+
+    def step(self) -> list[Segment] | None:
+        """None while there is more to do."""
+        ...
+
+
 @dataclass(kw_only=True, eq=False)
 class Listening(ABC):
     """Common to files and streams."""
@@ -50,6 +58,8 @@ class Listening(ABC):
     to_decode: deque[Span] = field(default_factory=deque)
     num_in_decoder: int = 0
     num_events: int = 0
+    closed: bool = False  # no more audio will come
+    input_since: float = 0.0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     told_language: LanguageChoice | None = None  # of the last window
@@ -83,9 +93,19 @@ class Listening(ABC):
             audio_s=self.recording.num_samples / SAMPLE_RATE,
         )
 
+    @property
+    def settled(self) -> int:
+        """The sample up to which the text is complete and has been told."""
+        oldest = self.transcript.open_from
+        return self.recording.num_samples if oldest is None else oldest
+
     @abstractmethod
     def finished(self) -> bool:
         """Everything has been heard and told."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Let go of audio that nobody will ask for again."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -95,14 +115,23 @@ class FileListening(Listening):
     probs: list[float] = field(default_factory=list)
     scanned: bool = False
     kept: list[Segment] = field(default_factory=list)  # segments held back until all are known
+    labelling: Labelling | None = None  # of what was kept, when all of it is there
 
     def finished(self) -> bool:
         return self.scanned and not self.transcript.num_open
 
+    @property
+    def can_scan(self) -> bool:
+        """Whether there is something to hear: the rest, or a block of what has come so far."""
+        if self.scanned:
+            return False
+        come = self.recording.num_samples - len(self.probs) * VAD_WINDOW
+        return self.closed or (self.request.options.vad and come >= _BLOCK)
+
     def scan(self, vad: Any) -> None:
         """One bounded step of hearing. `vad.file(pcm [T])` gives a probability per window."""
         total = self.recording.num_samples
-        if total < _SHORTEST:
+        if self.closed and total < _SHORTEST:
             self.scanned = True
         elif not self.request.options.vad:
             self._add([Span(start=0, end=total)])
@@ -111,8 +140,14 @@ class FileListening(Listening):
             warm = min(start, _WARM)
             end = min(start + _BLOCK, total)
             self.probs.extend(vad.file(self.recording.slice(start - warm, end))[warm // VAD_WINDOW :].tolist())
-            if end >= total:
+            if self.closed and end >= total:
                 self._cut(total)
+
+    def forget(self) -> None:
+        if self.request.options.diarize:
+            return  # the diarizer hears it once more
+        oldest = self.transcript.open_from
+        self.recording.forget(self.recording.num_samples if oldest is None else oldest)
 
     def _cut(self, total: int) -> None:
         regions = speech_regions(self.probs, total, self.segmenting)
@@ -178,6 +213,8 @@ class PartialView:
     heard: int = 0  # what the last hypothesis had heard
     job: DecodeJob | None = None
     told: str = ""  # the tentative text that was told last
+    told_at: float = 0.0  # when, or when speech started
+    ids: tuple[int, ...] = ()  # of the last hypothesis: the next one will mostly say the same
 
     def hear(self, span: Span) -> tuple[list[Word], list[Word]]:
         """A new hypothesis of the open segment: words committed by it, and those that may still change."""
@@ -201,20 +238,28 @@ class PartialView:
 
 
 @dataclass(kw_only=True, eq=False)
+class LookAhead:
+    """The open segment, decoded as if it ended at the silence that has just begun: its text, if nothing more is said."""
+
+    span: Span
+    job: DecodeJob | None = None
+    finished: Finished | None = None
+
+
+@dataclass(kw_only=True, eq=False)
 class LiveListening(Listening):
     """A stream: what has come, what the detector has heard of it, the open segment."""
 
     slot: int = -1  # of the detector's state
     segmenter: LiveSegmenter
-    closed: bool = False  # no more audio will come
     flushed: bool = False
     heard: int = 0  # samples the detector has seen
     open_start: int | None = None
     open_overlap: int = 0
     runs: list[tuple[int, int]] = field(default_factory=list)  # samples of speech, not yet forgotten
     num_noted: int = 0  # windows
-    input_since: float = 0.0
     partial: PartialView = field(default_factory=PartialView)
+    ahead: LookAhead | None = None
 
     def finished(self) -> bool:
         return self.flushed and not self.transcript.num_open
@@ -235,6 +280,11 @@ class LiveListening(Listening):
         oldest = self.transcript.open_from
         return self.recording.num_samples - (self.heard if oldest is None else min(self.heard, oldest))
 
+    @property
+    def settled(self) -> int:
+        oldest = self.transcript.open_from
+        return self.segmenter.keep_from if oldest is None else oldest
+
     def windows(self, most: int) -> torch.Tensor:
         """The next at most `most` windows: fp32 [n * 512]; they count as heard."""
         size = min(self.num_windows, most) * VAD_WINDOW
@@ -245,7 +295,6 @@ class LiveListening(Listening):
         return piece
 
     def forget(self) -> None:
-        """Let go of audio that nobody will ask for again."""
         needed = [self.heard, self.segmenter.keep_from]
         if self.open_start is not None:
             needed.append(min(self.open_start, self.partial.start))
@@ -257,10 +306,21 @@ class LiveListening(Listening):
     def wants_partial(self) -> bool:
         """Enough new speech in the open segment, and nobody is at it."""
         every = self.request.options.partial_s
-        if not every or self.open_start is None or self.partial.job is not None or self.transcript.num_open:
+        if (
+            not every
+            or self.open_start is None
+            or self.partial.job is not None
+            or self.transcript.num_open
+            or self.ahead
+        ):
             return False
         since = max(self.partial.heard, self.open_start)
-        return self.heard - since >= every * SAMPLE_RATE and self.segmenter.quiet_s < 0.25
+        return self.heard - since >= every * SAMPLE_RATE and self.segmenter.quiet_s <= self._pause_s
+
+    @property
+    def _pause_s(self) -> float:
+        """Silence that has lasted longer will probably end the segment: then a partial would be for nothing."""
+        return min(0.25, self.request.options.end_silence_s / 4)
 
     def partial_span(self) -> Span:
         """The open segment so far, or its end where it has grown too long for a window."""
@@ -307,10 +367,11 @@ def common(
         ),
         "transcript": Transcript(keep_words=words, hold=not request.open),
         "arrival": now,
+        "input_since": now,
     }
 
 
 def open_live(request: AudioRequest, recording: Recording, model: Any, now: float, *, slot: int) -> LiveListening:
     """A stream that has just begun. Partial results need word times."""
     start = common(request, recording, model, now, alignment=request.options.partial_s > 0)
-    return LiveListening(**start, slot=slot, segmenter=LiveSegmenter(start["segmenting"]), input_since=now)
+    return LiveListening(**start, slot=slot, segmenter=LiveSegmenter(start["segmenting"]))

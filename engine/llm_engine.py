@@ -15,6 +15,7 @@ from .cache.hashing import root_key
 from .errors import ContextLengthExceeded, DuplicateRequest, InvalidRequest, to_info
 from .executor import Executor, Handle
 from .params import check_blob, check_request
+from .roofline import Roofline
 from .scheduler import Output, Scheduler
 from .sequence import Sequence, State
 from .types import (
@@ -52,8 +53,11 @@ class LLMEngine:
         input_timeout_s: float = 300.0,
         weight_epoch: int = 0,
         seed: int = 0,
+        kv_dtype: str = "",
+        roofline: Roofline | None = None,
     ) -> None:
         self.info = info
+        self.roofline = roofline
         self.scheduler = scheduler
         self.executor = executor
         self.depth = depth
@@ -63,6 +67,7 @@ class LLMEngine:
         self._input_timeout_s = input_timeout_s
         self._weight_epoch = weight_epoch
         self._seed = seed
+        self._kv_dtype = kv_dtype  # of a quantized cache: part of every block's key
         self._sequences: dict[str, Sequence] = {}
         self._flying: deque[tuple[StepPlan, Handle]] = deque()
         self._num_submitted = 0
@@ -104,7 +109,12 @@ class LLMEngine:
             num_prompt=len(request.prompt),
             max_output=max_output,
             stop_ids=frozenset((*params.stop_token_ids, *(() if params.ignore_eos else info.eos_token_ids))),
-            root=root_key(model=info.model, weight_epoch=self._weight_epoch, cache_salt=request.cache_salt),
+            root=root_key(
+                model=info.model,
+                weight_epoch=self._weight_epoch,
+                cache_salt=request.cache_salt,
+                kv_dtype=self._kv_dtype,
+            ),
             tables=self.scheduler.cache.new_tables(),
             embeddings=list(request.embeddings),
             input_open=request.open,
@@ -215,6 +225,8 @@ class LLMEngine:
             return events + self._fail_in_flight(error)
         self.flight_recorder.append((plan, result))
         self._learn_speed(plan, result)
+        if self.roofline is not None:
+            self.roofline.observe(plan, result.seconds)
         for output in self.scheduler.land(plan, result, self._clock()):
             events.extend(self._events(output))
         return events
@@ -239,6 +251,7 @@ class LLMEngine:
             "accepted_tokens": c.num_accepted,
             "steps": c.num_steps,
             "step_tokens": c.num_step_tokens,
+            "roofline": self.roofline.fractions() if self.roofline is not None else {},
         }
 
     def close(self) -> None:

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
+from ..kernels.attention import row_width
 from ..kernels.dispatch import cpu_ops
 from ..models import loader
 from ..models.build import CausalModel, build_model
+from ..models.decoder import Decoder
 from ..models.spec import WHOLE, Shard
 from .cache.block_pool import BlockPool
 from .cache.manager import CacheManager, KVGroup, make_groups
@@ -26,11 +28,15 @@ from .executor import Executor, InlineExecutor
 from .host import Engine
 from .llm_engine import LLMEngine
 from .model_runner import ModelRunner
+from .prefill_pace import PrefillPace
+from .roofline import Peaks, Roofline, measure_peaks
 from .scheduler import Scheduler
 from .speculation.ngram import NgramProposer
 from .speculation.proposer import Proposer
+from .step_profile import profile_if_asked
 from .types import ModelInfo, NewSequence, SamplingParams, SequenceStep, StepPlan
 
+_PEAKS: dict[tuple[str, bool], Peaks] = {}  # of this process, by device and kind of weights
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -44,9 +50,11 @@ class Resolved:
     max_model_len: int
     max_num_batched_tokens: int
     num_blocks: int
+    kv_dtype: str
     kv_bytes: int
     weight_bytes: int
     depth: int
+    graphs: str  # of decode steps: "cuda", "padded" or "off"
     notes: tuple[str, ...] = ()
 
 
@@ -107,13 +115,17 @@ def load_llm(
         proposer = NgramProposer(num_drafts=config.num_speculative_tokens)
     scheduler = Scheduler(
         CacheManager(
-            BlockPool(resolved.num_blocks), loaded.groups, config.block_size, caching=config.enable_prefix_caching
+            BlockPool(resolved.num_blocks, num_resident=_num_resident(config, resolved)),
+            loaded.groups,
+            config.block_size,
+            caching=config.enable_prefix_caching,
         ),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=resolved.max_num_batched_tokens,
         max_model_len=resolved.max_model_len,
         input_lease_s=config.input_lease_s,
         proposer=proposer,
+        pace=PrefillPace(config.prefill_slowdown) if config.prefill_slowdown else None,
     )
     info = ModelInfo(
         model=name,
@@ -136,9 +148,14 @@ def load_llm(
         flight_recorder=config.flight_recorder,
         input_timeout_s=config.input_timeout_s,
         seed=config.seed,
+        kv_dtype=resolved.kv_dtype if config.kv_dtype != "auto" else "",
     )
     report("warm-up")
     _warm_up(executor, loaded.model.vocab_size, resolved, config.block_size, len(loaded.groups))
+    engine.roofline = _roofline(loaded.model, loaded.runner.pages[0], resolved.device)
+    profile_if_asked(engine)
+    if resolved.graphs != "off":
+        executor.call_all("pad_steps", capture=resolved.graphs == "cuda")
     report("ready")
     return engine
 
@@ -162,6 +179,8 @@ def load_runner(
         raise ModelLoadError(
             "deterministic: needs a CPU and the C++ kernels (`make venv` builds them where there is g++)"
         )
+    if config.quantize == "fp8" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9)):
+        raise ModelLoadError(f"quantize=fp8: needs a CUDA device of compute capability 8.9 or above, not {device}")
     report("weights")
     source = loader.open_weights(path)
     keeps = config.weights != "dequantize"
@@ -185,7 +204,9 @@ def load_runner(
     if cached is None:
         raise ModelLoadError("this model has no attention layers to cache")
     page = max(len(group.layers) for group in groups)
-    block_bytes = page * 2 * cached.num_kv_heads * config.block_size * cached.head_dim * dtype.itemsize
+    kv_dtype = torch.int8 if config.kv_dtype == "int8" else dtype
+    row_bytes = row_width(cached.head_dim, kv_dtype) * kv_dtype.itemsize
+    block_bytes = page * 2 * cached.num_kv_heads * config.block_size * row_bytes
     wanted_len = max_model_len or min(config.max_model_len or model.max_position, model.max_position)
     blocks = num_blocks or _num_blocks(config, block_bytes, wanted_len, len(groups), device)
     # A limit that the cache cannot hold would only be met later, by somebody's request.
@@ -205,6 +226,7 @@ def load_runner(
         eos_ids=eos_ids,
         device=device,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         agree=shard.comm.broadcast if shard.comm is not None else None,  # type: ignore[attr-defined]
     )
     on_cpu = device.type == "cpu"
@@ -215,9 +237,11 @@ def load_runner(
         max_model_len=length,
         max_num_batched_tokens=config.max_num_batched_tokens or (512 if on_cpu else 8192),
         num_blocks=blocks,
+        kv_dtype=str(kv_dtype).removeprefix("torch."),
         kv_bytes=blocks * block_bytes,
         weight_bytes=model.weight_bytes,
         depth=_depth(config, on_cpu),
+        graphs="padded" if config.graphs == "padded" else _recorded(config, device),
         notes=tuple(check_config(config)),
     )
     return LoadedRunner(runner=runner, model=model, groups=groups, resolved=resolved, eos_ids=eos_ids, source=str(path))
@@ -256,6 +280,10 @@ def _cpu_flags() -> set[str]:
     return set(line.split())
 
 
+def _recorded(config: EngineConfig, device: torch.device) -> str:
+    return "cuda" if config.graphs == "auto" and device.type == "cuda" and config.tp_size == 1 else "off"
+
+
 def _depth(config: EngineConfig, on_cpu: bool) -> int:
     if config.speculation:
         return 0
@@ -277,6 +305,13 @@ def _num_blocks(
     return max(2, min(most, free // block_bytes))
 
 
+def _num_resident(config: EngineConfig, resolved: Resolved) -> int | None:
+    """Blocks that idle prefixes may fill on a CPU when nobody has said how much memory is the cache's: 0.4 GiB of them."""
+    if config.num_blocks or config.kv_cache_gb or resolved.device != "cpu":
+        return None
+    return int(resolved.num_blocks * min(1.0, 0.4 * 2**30 / resolved.kv_bytes))
+
+
 def _fixed_sizes(name: str, config: EngineConfig) -> tuple[int, int]:
     """Blocks and context length that all ranks use. Without configured ones: modest defaults, the same everywhere."""
     raw = loader.read_config(loader.resolve(name).path)
@@ -285,9 +320,31 @@ def _fixed_sizes(name: str, config: EngineConfig) -> tuple[int, int]:
     return config.num_blocks or 4096, length
 
 
+def _roofline(model: CausalModel, page: torch.Tensor, device: str) -> Roofline | None:
+    """For models of ours; the machine's peaks are measured at the first of them, with the weights just loaded."""
+    if not isinstance(model, Decoder):
+        return None
+    work = model.workload(page.shape[-1] * page.element_size())
+    if work is None:
+        return None
+    quantized = any(weight.is_quantized for weight in model.matrices())
+    if (device, quantized) not in _PEAKS:
+        tensors = [tensor for weight in model.matrices() for tensor in weight.tensors.values()]
+        _PEAKS[device, quantized] = measure_peaks(tensors, quantized=quantized, device=device)
+    return Roofline(work, _PEAKS[device, quantized])
+
+
 def _warm_up(executor: Executor, vocab_size: int, resolved: Resolved, block_size: int, num_groups: int) -> None:
-    """Run a prefill and a decode in slot 0 on null blocks, so that nobody's first token pays for lazy initialization."""
-    count = max(2, min(16, resolved.max_model_len - 2))
+    """Run prefills and a decode in slot 0 on null blocks, so that nobody's first token pays for lazy initialization.
+
+    On CUDA three lengths, for the kernels of few, some and many rows are compiled at their first use.
+    """
+    most = min(resolved.max_model_len - 2, resolved.max_num_batched_tokens)
+    for count in (16,) if resolved.device == "cpu" else (512, 128, 16):
+        _warm_up_with(executor, vocab_size, max(2, min(count, most)), block_size, num_groups)
+
+
+def _warm_up_with(executor: Executor, vocab_size: int, count: int, block_size: int, num_groups: int) -> None:
     sequence = NewSequence(
         slot=0,
         token_ids=[index % vocab_size for index in range(count)],

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from ..kernels.sampling import SamplingRows, apply_allowed, apply_bias, apply_penalties
+from .transfers import upload
 from .types import EmbeddingSpan, SamplingParams
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class SlotState:
     """What the runner knows of a sequence between steps, besides its tokens and block table."""
 
@@ -62,16 +63,34 @@ def edit_logits(logits: torch.Tensor, state: SlotState, known: Sequence[int]) ->
         logits[list(state.stop_ids)] = -torch.inf
 
 
+class RowParameters:
+    """How the rows of a step are sampled. Kept from one step to the next: while the same sequences are sampled, only the
+    positions change."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._states: list[SlotState] = []
+        self._rows = sampling_rows([], [], device)
+
+    def at(self, states: list[SlotState], positions: Sequence[int]) -> SamplingRows:
+        """Parameters of the rows of `states`; `positions` are those of the sampled tokens."""
+        if states != self._states:  # by identity
+            self._rows, self._states = sampling_rows(states, positions, self._device), states
+        elif self._rows.any_random:  # nobody else asks for noise
+            self._rows = replace(self._rows, noise_position=upload(positions, torch.int64, self._device))
+        return self._rows
+
+
 def sampling_rows(states: Sequence[SlotState], positions: Sequence[int], device: torch.device) -> SamplingRows:
     """Row parameters for N rows; `positions` are those of the sampled tokens, half of the noise key."""
     params = [state.params for state in states]
     return SamplingRows(
-        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
-        top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device),
-        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
-        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
-        noise_seed=torch.tensor([state.seed for state in states], dtype=torch.int64, device=device),
-        noise_position=torch.tensor(positions, dtype=torch.int64, device=device),
+        temperature=upload([p.temperature for p in params], torch.float32, device),
+        top_k=upload([p.top_k for p in params], torch.int64, device),
+        top_p=upload([p.top_p for p in params], torch.float32, device),
+        min_p=upload([p.min_p for p in params], torch.float32, device),
+        noise_seed=upload([state.seed for state in states], torch.int64, device),
+        noise_position=upload(positions, torch.int64, device),
         any_random=any(p.temperature > 0 for p in params),
         any_top_k=any(p.top_k > 0 for p in params),
         any_top_p=any(p.top_p < 1 for p in params),

@@ -108,6 +108,7 @@ class EngineStats(Collector):
                     family.add_metric([model], float(stats[key]))
             yield family
         yield self._step_tokens()
+        yield self._roofline()
         yield self._cache_config("motet_kv_cache", "model")
         yield self._cache_config("vllm:cache_config", "model_name")
 
@@ -119,6 +120,18 @@ class EngineStats(Collector):
             if isinstance(steps, Mapping) and steps.get("buckets"):
                 buckets = [("+Inf" if le in (None, "+Inf") else str(float(le)), float(n)) for le, n in steps["buckets"]]
                 family.add_metric([model], buckets, float(steps.get("sum", 0.0)))
+        return family
+
+    def _roofline(self) -> Metric:
+        """From stats' {"roofline": {phase: fraction}}."""
+        family = GaugeMetricFamily(
+            "motet_roofline_fraction",
+            "Least time that the machine's memory and arithmetic allow a step, over the time that recent steps took.",
+            labels=["model", "phase"],
+        )
+        for model, stats in self.models.items():
+            for phase, fraction in (stats.get("roofline") or {}).items():
+                family.add_metric([model, phase], float(fraction))
         return family
 
     def _cache_config(self, name: str, label: str) -> Metric:

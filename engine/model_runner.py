@@ -6,6 +6,7 @@ written to its own token table at once, so that the next plan can be launched be
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,13 +15,15 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 
-from ..kernels.attention import Mark, PagedBatch, copy_slots
+from ..kernels.attention import Mark, PagedBatch, copy_slots, row_width
 from ..kernels.sampling import sample, token_logprobs
-from .batch_builder import Rows, accept, build_rows
+from .batch_builder import DecodeInputs, Rows, accept, build_rows, depths, is_plain_decode
 from .blobs import from_blob, to_blob
 from .cache.manager import KVGroup
 from .errors import ErrorInfo, InvalidRequest
-from .logit_rows import SlotState, edit_logits, sampling_rows
+from .graphs import PaddedInputs, StepGraphs, as_it_is, padded_sizes
+from .logit_rows import RowParameters, SlotState, edit_logits
+from .transfers import CudaTransfers, Readback, StagedInputs
 from .types import Blob, NewSequence, SequenceResult, SequenceStep, StepPlan, StepResult, TokenLogprob
 
 
@@ -71,9 +74,13 @@ class ModelRunner:
         eos_ids: tuple[int, ...],
         device: torch.device,
         dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
         agree: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        """`kv_shape` is (kv heads of this shard, head dim); `agree` makes sampled ids equal on all ranks."""
+        """`kv_shape` is (kv heads of this shard, head dim); `agree` makes sampled ids equal on all ranks.
+
+        `kv_dtype` None is `dtype`; int8 is a cache with scales (kernels/attention.py).
+        """
         self.model = model
         self.block_size = block_size
         self.device = device
@@ -81,9 +88,11 @@ class ModelRunner:
         self.eos_ids = eos_ids
         self._agree = agree
         num_heads, head_dim = kv_shape
+        kv_dtype = kv_dtype or dtype
         per_group = max((len(group.layers) for group in groups), default=0)
         pages = [
-            torch.zeros(num_blocks, 2, num_heads, block_size, head_dim, dtype=dtype, device=device)
+            # One page more than is ever handed out: padding rows see it, nobody writes it.
+            _zeros((num_blocks + 1, 2, num_heads, block_size, row_width(head_dim, kv_dtype)), kv_dtype, device)
             for _ in range(per_group)
         ]
         self.pages = pages
@@ -98,12 +107,25 @@ class ModelRunner:
         self._tables = [np.zeros((max_num_seqs, max_blocks), np.int32) for _ in groups]
         self._tokens = torch.zeros(max_num_seqs, max_model_len + 8 * block_size, dtype=torch.int64, device=device)
         self._slots: dict[int, SlotState] = {}
+        self._parameters = RowParameters(device)
+        self.graphs: StepGraphs | None = None  # made by `pad_steps`
+        self._max_model_len = max_model_len
+        transfers = CudaTransfers(device) if device.type == "cuda" else None
+        self._staged = StagedInputs(transfers) if transfers is not None else None
+        self._readback = Readback(transfers) if transfers is not None else None
+        self._decode_inputs = DecodeInputs(self._tables, self._tokens, block_size) if device.type == "cpu" else None
 
     # --------------------------------------------------------------------------------------------------- plans
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Pending:
         """Start a plan. On CPU everything is done on return; on CUDA only the queueing is."""
+        if self._staged is None:
+            return self._launch(plan)
+        with self._staged.step():
+            return self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> Pending:
         started = time.perf_counter()
         for slot in plan.release:
             self._slots.pop(slot, None)
@@ -113,12 +135,11 @@ class ModelRunner:
             return Pending(lambda: StepResult(step=plan.step))
         for step in plan.steps:
             self._extend(step)
-        rows = build_rows(plan.steps)
-        batch = self._batch(rows, plan.steps)
-        ids = self._tokens[batch.seq.new_tensor(rows.slot)[batch.seq], torch.from_numpy(rows.kv_index).to(self.device)]
-        hidden = self.model.embed(ids, self._side(plan.steps, rows))
-        hidden = self.model.forward(hidden, batch, self.kvs, self.layer_groups)
-        finish = self._finish(plan, rows, hidden)
+        ids, batch, side = self.inputs(plan.steps)
+        hidden = self.graphs.run(ids, batch) if self.graphs is not None and side is None else None
+        if hidden is None:
+            hidden = self._forward(ids, batch, side)
+        finish = self._finish(plan, batch.row_starts_list, hidden)
 
         def result() -> StepResult:
             done = finish()
@@ -126,6 +147,39 @@ class ModelRunner:
             return done
 
         return Pending(result)
+
+    def _forward(
+        self, ids: torch.Tensor, batch: PagedBatch, side: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        return self.model.forward(self.model.embed(ids, side), batch, self.kvs, self.layer_groups)
+
+    @torch.inference_mode()
+    def pad_steps(self, *, capture: bool) -> None:
+        """From now on pad plain decode steps: see graphs.py. With `capture` they become CUDA graphs, here and now."""
+        device, num_seqs = self.device, self._tokens.shape[0]
+        if capture:
+            from ..kernels.gpu.graph import GraphRecorder
+
+            record = GraphRecorder(device).record
+        inputs = PaddedInputs(
+            num_seqs,
+            num_groups=len(self._tables),
+            max_blocks=self._tables[0].shape[1],
+            block_size=self.block_size,
+            dummy_block=self.pages[0].shape[0] - 1,
+            max_kv_len=self._max_model_len,
+            device=device,
+        )
+        self.graphs = StepGraphs(
+            self._forward,
+            inputs,
+            sizes=padded_sizes(num_seqs),
+            hidden_size=self.model.embed(inputs.ids[:1]).shape[1],
+            dtype=self.dtype,
+            device=device,
+            record=record if capture else as_it_is,
+        )
+        self.graphs.capture()
 
     def run(self, plan: StepPlan) -> StepResult:
         """Launch and wait."""
@@ -177,7 +231,20 @@ class ModelRunner:
             self._write(step.slot, step.start + step.num_tokens, step.drafts)
 
     def _write(self, slot: int, start: int, ids: Sequence[int]) -> None:
-        self._tokens[slot, start : start + len(ids)] = torch.tensor(ids, dtype=torch.int64)
+        self._tokens[slot, start : start + len(ids)] = self._to_device(np.array(ids, np.int64))
+
+    def inputs(
+        self, steps: Sequence[SequenceStep]
+    ) -> tuple[torch.Tensor, PagedBatch, tuple[torch.Tensor, torch.Tensor] | None]:
+        """Ids [R] of a step's rows, their batch, and the embeddings that replace some of them (`Model.embed`)."""
+        if self._decode_inputs is not None and is_plain_decode(steps):
+            ids, batch = self._decode_inputs.fill([step.slot for step in steps], [step.start for step in steps])
+        else:
+            rows = build_rows(steps)
+            batch = self._batch(rows, steps)
+            slots = self._to_device(rows.slot)[batch.seq]
+            ids = self._tokens[slots, self._to_device(rows.kv_index)]
+        return ids, batch, self._side(steps, batch.row_starts_list)
 
     def _batch(self, rows: Rows, steps: Sequence[SequenceStep]) -> PagedBatch:
         size = self.block_size
@@ -212,10 +279,12 @@ class ModelRunner:
         )
 
     def _to_device(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
+        """On a CPU the same memory, elsewhere a copy that lives as long as the step does."""
+        return torch.from_numpy(np.ascontiguousarray(array)) if self._staged is None else self._staged.put(array)
 
-    def _side(self, steps: Sequence[SequenceStep], rows: Rows) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _side(
+        self, steps: Sequence[SequenceStep], row_starts: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Rows whose embedding comes from the request, and these embeddings."""
         index: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
@@ -224,7 +293,7 @@ class ModelRunner:
                 low = max(span.start, step.start)
                 high = min(span.start + span.blob.shape[0], step.start + step.num_tokens)
                 if low < high:
-                    first = int(rows.row_starts[seq]) + low - step.start
+                    first = row_starts[seq] + low - step.start
                     index.append(torch.arange(first, first + high - low))
                     values.append(from_blob(span.blob)[low - span.start : high - span.start].to(self.dtype))
         if not index:
@@ -233,17 +302,22 @@ class ModelRunner:
 
     # ------------------------------------------------------------------------------------------------ the way out
 
-    def _finish(self, plan: StepPlan, rows: Rows, hidden: torch.Tensor) -> Callable[[], StepResult]:
+    def _finish(self, plan: StepPlan, row_starts: Sequence[int], hidden: torch.Tensor) -> Callable[[], StepResult]:
         """Sample what is to be sampled, now; give back what turns it into a result, later."""
         results = {step.slot: SequenceResult(slot=step.slot) for step in plan.steps}
         picked: list[int] = []  # rows of `hidden` that are sampled
+        positions: list[int] = []  # of the tokens sampled there
         sampled: list[_Sampled] = []
         for seq, step in enumerate(plan.steps):
             state = self._slots[step.slot]
-            end = int(rows.row_starts[seq]) + step.num_tokens
+            end = row_starts[seq] + step.num_tokens
             if step.sample:
+                known = step.start + step.num_tokens
                 sampled.append(_Sampled(step=step, state=state, first=len(picked), num_rows=1 + len(step.drafts)))
                 picked.extend(range(end - 1, end + len(step.drafts)))
+                positions.append(known)
+                if step.drafts:
+                    positions.extend(known + depth for depth in depths(step.parents))
             if state.params.prompt_logprobs is not None:
                 results[step.slot].prompt_logprobs = self._prompt_logprobs(step, state, hidden, end - step.num_tokens)
             if state.pool:
@@ -253,27 +327,13 @@ class ModelRunner:
             return lambda: done
 
         everything = len(picked) == hidden.shape[0]
-        logits = self.model.logits(hidden if everything else hidden[torch.tensor(picked, device=hidden.device)])
+        logits = self.model.logits(hidden if everything else hidden[self._to_device(np.array(picked, np.int64))])
         raw = logits.clone() if any(s.state.edits and s.state.params.logprobs is not None for s in sampled) else logits
-        positions = [int(rows.position[row]) + 1 for row in picked]
-        states: list[SlotState] = []
-        for item in sampled:
-            states.extend([item.state] * item.num_rows)
-            if item.state.edits:
-                self._edit(logits, item)
-        ids = sample(logits, sampling_rows(states, positions, self.device))
-        if self._agree is not None:
-            ids = self._agree(ids)
-        # NaN anywhere in a row makes it the row's maximum, so looking at the chosen logit is enough.
-        broken = logits.gather(1, ids[:, None])[:, 0].isnan()
-        slots = torch.tensor([item.step.slot for item in sampled], device=self.device)
-        firsts = torch.tensor([item.first for item in sampled], device=self.device)
-        ends = torch.tensor([item.step.start + item.step.num_tokens for item in sampled], device=self.device)
-        # Written before anybody has seen it: the next plan may already be on its way.
-        self._tokens[slots, ends] = ids[firsts]
+        ids, broken = self.sample_rows(logits, sampled, positions)
+        read = self._read_back(ids, broken)
 
         def finish() -> StepResult:
-            chosen, bad = ids.tolist(), broken.tolist()
+            chosen, bad = read()
             for item in sampled:
                 result = results[item.step.slot]
                 window = slice(item.first, item.first + item.num_rows)
@@ -293,6 +353,42 @@ class ModelRunner:
             return done
 
         return finish
+
+    def sample_rows(
+        self, logits: torch.Tensor, sampled: Sequence[_Sampled], positions: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids [n] of the rows of logits [n, V], which may be changed, and which of the rows [n] hold NaN."""
+        states: list[SlotState] = []
+        for item in sampled:
+            states.extend([item.state] * item.num_rows)
+            if item.state.edits:
+                self._edit(logits, item)
+        ids = sample(logits, self._parameters.at(states, positions))
+        if self._agree is not None:
+            ids = self._agree(ids)
+        # NaN anywhere in a row makes it the row's maximum, so looking at the chosen logit is enough.
+        broken = logits.gather(1, ids[:, None])[:, 0].isnan()
+        # The new tokens are written before anybody has seen them: the next plan may already be on its way.
+        slots = [item.step.slot for item in sampled]
+        ends = [item.step.start + item.step.num_tokens for item in sampled]
+        if self._decode_inputs is not None:
+            self._decode_inputs.tokens[slots, ends] = ids.numpy()[[item.first for item in sampled]]
+        else:
+            where = self._to_device(np.array([slots, ends, [item.first for item in sampled]], np.int64))
+            self._tokens[where[0], where[1]] = ids[where[2]]
+        return ids, broken
+
+    def _read_back(self, ids: torch.Tensor, broken: torch.Tensor) -> Callable[[], tuple[list[int], list[bool]]]:
+        """What gives ids and broken as lists, later, without waiting for steps that were launched since."""
+        if self._readback is None:
+            return lambda: (ids.tolist(), broken.tolist())
+        both = self._readback.fetch(torch.stack((ids, broken.long())))
+
+        def read() -> tuple[list[int], list[bool]]:
+            chosen, bad = both().tolist()
+            return chosen, [bool(flag) for flag in bad]
+
+        return read
 
     def _edit(self, logits: torch.Tensor, item: _Sampled) -> None:
         """Apply the request's processors to every row that is verified, each with the drafts on its own path."""
@@ -344,6 +440,13 @@ class ModelRunner:
             total = total + state.pooled_sum
         state.pooled_sum = total
         return to_blob(total / state.num_prompt) if complete else None
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a CPU memory that is taken when it is first written. (torch.zeros writes all of it at once.)"""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def _logprobs(logits: torch.Tensor, ids: torch.Tensor, top: int) -> list[TokenLogprob]:

@@ -21,7 +21,7 @@ from .client import HostClient
 from .config import HostConfig
 from .errors import EngineDead, Unavailable
 from .frames import Call, Events, FrameReader, FromHost, Progress, Reply, ToHost, from_host_decoder, pack
-from .types import ModelInfo
+from .types import EmbeddingSpan, ModelInfo
 
 _RESTART_DELAYS_S = (0.0, 0.5, 2.0, 5.0, 10.0)
 
@@ -36,6 +36,8 @@ class ProcessClient(HostClient):
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
         self._up = asyncio.Event()
+        self._writable = asyncio.Event()  # cleared while the socket does not take what we write
+        self._writable.set()
         self._closing = False
         self._loaded: dict[str, None] = {}
         self._restart: asyncio.Task[None] | None = None
@@ -78,6 +80,19 @@ class ProcessClient(HostClient):
                 self._process.kill()
                 await asyncio.to_thread(self._process.wait)
         self._lose(Unavailable("this client was closed", code="draining"))
+
+    async def append(
+        self,
+        request_id: str,
+        token_ids: list[int],
+        *,
+        embeddings: list[EmbeddingSpan] | None = None,
+        pcm: bytes = b"",
+        last: bool = False,
+    ) -> None:
+        """Returns when there is room for more: a file of any length is never all in this process."""
+        await super().append(request_id, token_ids, embeddings=embeddings, pcm=pcm, last=last)
+        await self._writable.wait()
 
     # --------------------------------------------------------------------------------------------- transport
 
@@ -141,6 +156,7 @@ class ProcessClient(HostClient):
         """The child's socket has closed."""
         was_up = self._up.is_set()
         self._up.clear()
+        self._writable.set()
         self._transport = None
         self._lose(EngineDead("the engine process ended; it is being restarted", retry_after_s=2.0))
         if was_up and not self._closing:
@@ -171,6 +187,12 @@ class _Wire(asyncio.Protocol):
         self._client = client
         self._reader = FrameReader()
         self.hello: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    def pause_writing(self) -> None:
+        self._client._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._client._writable.set()
 
     def data_received(self, data: bytes) -> None:
         for body in self._reader.feed(data):

@@ -5,6 +5,7 @@ All positions are samples of 16 kHz from the start of the recording.
 
 from __future__ import annotations
 
+import mmap
 from collections import deque
 from typing import Any, Literal
 
@@ -15,6 +16,9 @@ from numpy.typing import NDArray
 from .errors import InvalidRequest
 
 SAMPLE_RATE = 16_000
+# Pieces of this many bytes lie in memory of their own, which goes back to the system when they are forgotten. The allocator
+# would keep it: others' smaller things lie above.
+_OWN_MEMORY = range(1 << 16, 1 << 23)
 _DTYPES: dict[str, np.dtype[Any]] = {"f32": np.dtype("<f4"), "s16": np.dtype("<i2")}
 
 
@@ -35,7 +39,7 @@ class Recording:
             )
         if not pcm:
             return
-        piece = np.frombuffer(pcm, dtype=self._dtype)
+        piece = np.frombuffer(_moved(pcm) if len(pcm) in _OWN_MEMORY else pcm, dtype=self._dtype)
         if self._dtype.kind == "f" and not np.isfinite(piece).all():
             raise InvalidRequest("pcm: every sample must be a finite number", param="pcm", code="invalid_audio")
         self._pieces.append(piece)
@@ -67,3 +71,9 @@ class Recording:
     def num_bytes(self) -> int:
         """Held in memory."""
         return sum(piece.nbytes for piece in self._pieces)
+
+
+def _moved(pcm: bytes) -> mmap.mmap:
+    memory = mmap.mmap(-1, len(pcm))
+    memory.write(pcm)
+    return memory

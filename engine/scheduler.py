@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from .cache.hashing import extend_chain
 from .cache.manager import CacheManager
 from .errors import ErrorInfo
+from .prefill_pace import PrefillPace
 from .sequence import Sequence, State
 from .speculation.proposer import Proposer, View
 from .types import (
@@ -83,8 +84,10 @@ class Scheduler:
         max_model_len: int,
         input_lease_s: float = 30.0,
         proposer: Proposer | None = None,
+        pace: PrefillPace | None = None,
     ) -> None:
         self.cache = cache
+        self.pace = pace
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.input_lease_s = input_lease_s
@@ -177,12 +180,16 @@ class Scheduler:
         launched: list[_Launched] = []
 
         num_preempted = self.counters.num_preemptions
+        prompt_left, num_prompts = self._prompt_tokens(left)
         index = 0
         while index < len(self.running) and left > 0:
             seq = self.running[index]
             # Everyone behind gets at least one token: a long prefill never stalls somebody else's decode.
             share = max(1, left - (len(self.running) - index - 1))
             count = min(seq.num_pending, share)
+            is_prompt = seq.num_pending > 1
+            if is_prompt:  # prompts share what may be theirs, so that a short one need not wait for a long one
+                count = min(count, -(-prompt_left // max(1, num_prompts)))
             if count > 0:
                 drafts, parents = self._drafts(seq, count, share - count)
                 new_blocks = self._room_for(seq, seq.num_computed + count + len(drafts))
@@ -192,10 +199,13 @@ class Scheduler:
                     continue
                 left -= count + len(drafts)
                 launched.append(self._launch(plan, seq, count, new_blocks, drafts, parents))
+            if is_prompt:
+                prompt_left -= count
+                num_prompts -= 1
             index += 1
 
         if self.counters.num_preemptions == num_preempted:
-            self._admit(plan, launched, left, now)
+            self._admit(plan, launched, min(left, prompt_left), now)
         plan.release, self._released = self._released, []
         if not (plan.steps or plan.new or plan.release):
             return None
@@ -206,11 +216,24 @@ class Scheduler:
         self._park_hungry()
         return plan
 
+    def _prompt_tokens(self, left: int) -> tuple[int, int]:
+        """Prompt tokens that the next plan may hold at most, and how many prompts want them, queued ones included."""
+        num_prompts = sum(seq.num_pending > 1 for seq in self.running)
+        num_decodes = sum(seq.num_pending == 1 for seq in self.running)
+        num_prompts += min(len(self._free_slots), sum(seq.ready for seq in self.waiting))
+        most = self.pace.limit(num_decodes, num_prompts) if self.pace is not None and num_prompts else None
+        return (left, 1) if most is None else (min(left, most), num_prompts)  # 1: first come, first served
+
     def land(self, plan: StepPlan, result: StepResult, now: float) -> list[Output]:
         """Take a plan's results. Results for sequences that ended meanwhile are dropped."""
         by_slot = {item.slot: item for item in result.results}
         outputs = []
-        for launched in self._in_flight.pop(plan.step):
+        in_flight = self._in_flight.pop(plan.step)
+        if self.pace is not None:
+            num_decodes = sum(item.num_tokens == 1 for item in in_flight)
+            num_prompt = sum(item.num_tokens for item in in_flight if item.num_tokens > 1)
+            self.pace.observe(num_decodes, num_prompt, result.seconds)
+        for launched in in_flight:
             seq = launched.sequence
             seq.num_in_flight -= 1
             if launched.samples:

@@ -3,7 +3,8 @@
 A *job* is one window of at most 30 s. It is encoded once and holds an audio slot until it is decided; an *attempt* is one
 try at one temperature and holds a text slot for each of its hypotheses, which share the audio slot. A failed attempt is
 followed by the next temperature on the same encoding, while the others go on. Each `step` is one bounded piece of work:
-an encoder batch, or one token for every running hypothesis, with the prompts of newcomers in the same forward pass.
+an encoder batch, or one token for every running hypothesis, with the prompts of newcomers in the same forward pass. Where a
+job brings a draft (text_draft.py), its greedy attempt verifies several tokens in that pass.
 
 It knows no requests, no voice activity and no wall clock; the owner decides what to do with a window's ids.
 """
@@ -21,11 +22,12 @@ from .beam_search import BeamSearch, Hypothesis
 from .decode_job import Attempt, Decoded, DecodeJob, Finished, shortened
 from .decode_queue import DecodeQueue
 from .decoding_rules import compression_ratio, cut_loop, loop_period, needs_fallback
+from .text_draft import TextDraft
 from .token_choice import TokenChoice
 from .word_times import alignment_matrix, monotone_path
 
 _SAME = 3  # tries that give the same words settle it
-_DRAFT_FRAMES = 1000  # of 10 ms that follow a draft's audio
+_PROVISIONAL_FRAMES = 1000  # of 10 ms that follow the audio of text that will be said again
 _FRAME_SAMPLES = 320  # of one encoder frame
 
 
@@ -50,6 +52,7 @@ class SegmentDecoder:
         self._ready = DecodeQueue()  # encoded, without text slots
         self._running: list[Attempt] = []
         self._num_jobs = 0
+        self._just_encoded = False
         self.counters = dict.fromkeys(("windows", "encoder_batches", "decode_steps", "rows", "fallbacks"), 0)
 
     # ---------------------------------------------------------------------------------------------------- the queue
@@ -71,13 +74,34 @@ class SegmentDecoder:
             self._end(attempt)
             self._release_audio(attempt.job)
 
+    def adopt(self, job: DecodeJob, owner: Any, due: float) -> None:
+        """A window that is on its way, wherever it is, becomes another owner's and is due at another time."""
+        queue = next((queue for queue in (self._waiting, self._ready) if job in queue), None)
+        if queue is not None:
+            queue.remove([job])
+        job.owner, job.due = owner, due
+        if queue is not None:
+            queue.push(job)
+
     def has_work(self) -> bool:
         return bool(self._waiting or self._ready or self._running)
 
     def earliest_due(self) -> float:
         """Of all windows that are not decided; infinity when nobody waits for one."""
-        running = min((attempt.job.due for attempt in self._running), default=math.inf)
-        return min(running, self._waiting.earliest_due(), self._ready.earliest_due())
+        return min(self.earliest_running(), self.waiting_due())
+
+    def final_due(self) -> float:
+        """The same of those that are encoded and whose text will be final."""
+        encoded = [*self._ready, *(attempt.job for attempt in self._running)]
+        return min((job.due for job in encoded if not job.options.provisional), default=math.inf)
+
+    def earliest_running(self) -> float:
+        """The same of the windows that are being decoded."""
+        return min((attempt.job.due for attempt in self._running), default=math.inf)
+
+    def waiting_due(self) -> float:
+        """Of the windows that have no text slot yet; infinity when nobody waits for one."""
+        return min(self._waiting.earliest_due(), self._ready.earliest_due())
 
     @property
     def num_waiting(self) -> int:
@@ -103,11 +127,22 @@ class SegmentDecoder:
 
     def step(self, *, max_windows: int | None = None) -> list[Finished]:
         """One encoder batch or one decode step. `max_windows` bounds the batch."""
-        batch = self._to_encode(max_windows)
+        batch = [] if self._just_encoded and self._decode_next() else self._to_encode(max_windows)
+        self._just_encoded = bool(batch)
         if batch:
             return self._encode(batch)
         self._start_attempts()
         return self._decode(self._running)
+
+    def _decode_next(self) -> bool:
+        """After an encoder batch: whether somebody waits for encoded text more than for what is to be encoded.
+
+        Then encoder and decoder take turns: a crowd of newcomers must not stop it. Final text goes before provisional text.
+        """
+        if self.final_due() < math.inf:
+            return True
+        final_waits = self._waiting and not self._waiting.first().options.provisional
+        return not final_waits and min(self.earliest_running(), self._ready.earliest_due()) < math.inf
 
     # ---------------------------------------------------------------------------------------------------- encoding
 
@@ -131,8 +166,8 @@ class SegmentDecoder:
         slots = self._free_audio[-len(jobs) :]
         try:
             mel = self.model.log_mel([job.load() for job in jobs])
-            if all(job.options.draft for job in jobs):
-                mel = mel[..., : max(job.num_samples for job in jobs) // 320 * 2 + _DRAFT_FRAMES]
+            if all(job.options.provisional for job in jobs):
+                mel = mel[..., : max(job.num_samples for job in jobs) // 320 * 2 + _PROVISIONAL_FRAMES]
             features = self.model.encode(mel)
             self.model.set_audio(self._cache, slots, features)
         except Exception as error:
@@ -182,6 +217,10 @@ class SegmentDecoder:
             count = options.best_of if temperature > 0 else 1
             attempt.hypotheses = [Hypothesis() for _ in range(count)]
             attempt.open = [True] * count
+            if temperature == 0 and job.draft:
+                end = self._tokens.eot if not options.timestamps else self.model.config.vocab_size
+                draft = [i for i in job.draft if i < end]
+                attempt.draft = TextDraft(draft, timestamp_begin=self._tokens.timestamp_begin)
         return attempt
 
     def _take_slot(self, job: DecodeJob) -> int:
@@ -225,6 +264,8 @@ class SegmentDecoder:
 
     def _forward(self, attempts: list[Attempt]) -> tuple[torch.Tensor, list[list[int]]]:
         """Logits [n, V] fp32 of the rows that somebody needs, and for each attempt the indices of its own."""
+        for attempt in attempts:
+            attempt.offered = self._offer(attempt)
         ids: list[int] = []
         slots: list[int] = []
         positions: list[int] = []
@@ -239,11 +280,12 @@ class SegmentDecoder:
                 positions.extend(range(first, first + len(row_ids)))
                 if attempt.purpose == "align":
                     continue
-                if not attempt.fed and attempt.purpose == "decode" and attempt.sot != len(row_ids) - 1:
+                if not attempt.fed and attempt.purpose == "decode" and attempt.sot != len(attempt.prompt) - 1:
                     mine.append(len(needed))
                     needed.append(begin + attempt.sot)
-                mine.append(len(needed))
-                needed.append(len(ids) - 1)
+                last = range(len(ids) - 1 - len(attempt.offered), len(ids))  # of the text so far, and of the draft
+                mine.extend(range(len(needed), len(needed) + len(last)))
+                needed.extend(last)
             wanted.append(mine)
         hidden = self.model.decode(ids, slots, positions, self._cache)
         self.counters["decode_steps"] += 1
@@ -251,6 +293,12 @@ class SegmentDecoder:
         if not needed:
             return hidden.new_empty(0, 0), wanted
         return self.model.logits(hidden[torch.tensor(needed, device=self._device)]), wanted
+
+    def _offer(self, attempt: Attempt) -> list[int]:
+        """Ids to verify in this step. Asking twice gives the same."""
+        if attempt.draft is None or attempt.purpose != "decode":
+            return []
+        return attempt.draft.offer(self._choice.room(attempt) - len(attempt.hypotheses[0].ids))
 
     def _reorder(self, attempts: Sequence[Attempt]) -> None:
         """Bring the past of each live beam into a slot of its own."""

@@ -25,6 +25,7 @@ class SegmenterOptions:
     min_silence: int = 2560  # silence this long ends speech: 160 ms
     min_speech: int = 0  # shorter speech is passed over; 0: none is
     pad: int = 6400  # added at both ends: 400 ms
+    tail: int | None = None  # live: added at the end instead, where less than `pad`
     max_speech: int = 464000  # the longest region, padding included: 29 s
     min_dip: int = 1536  # speech that is too long may be cut in silence this long: 96 ms
     overlap: int = 16000  # where there is none: what both sides of the cut hear, 1 s
@@ -35,7 +36,10 @@ class SegmenterOptions:
             raise InvalidRequest(f"the threshold of speech is above 0 and at most 1, not {self.threshold}")
         if self.negative_threshold is not None and not 0.0 <= self.negative_threshold <= self.threshold:
             raise InvalidRequest(f"the negative threshold lies in 0..{self.threshold}, not {self.negative_threshold}")
-        if self.window < 1 or min(self.min_silence, self.min_speech, self.pad, self.min_dip, self.overlap) < 0:
+        if (
+            self.window < 1
+            or min(self.min_silence, self.min_speech, self.pad, self.tail or 0, self.min_dip, self.overlap) < 0
+        ):
             raise InvalidRequest("lengths of silence, speech and padding are not negative")
         if self.longest_run < 8:
             raise InvalidRequest(
@@ -241,13 +245,15 @@ def chunks(regions: Sequence[Region], max_samples: int, max_gap: int = SAMPLE_RA
 class LiveSegmenter:
     """Boundaries of speech in a stream, as soon as they are certain; memory for one segment's probabilities.
 
-    A start lies `pad` before speech, but not before the last stop; a stop lies up to `pad` after it, but not after what has
-    been heard. Where twice the padding fits into `min_silence`, these are the regions that `speech_regions` gives.
+    A start lies `pad` before speech, but not before the last stop; a stop lies up to `pad` (or `tail`) after it, but not after
+    what has been heard. Where twice the padding fits into `min_silence`, these are the regions that `speech_regions` gives.
+    Where `tail` is shorter than `min_silence`, the stop is known before it is certain: `prospect`.
     """
 
     def __init__(self, options: SegmenterOptions) -> None:
         self.options = options
         self._tracker = _Tracker(options)
+        self._tail = options.pad if options.tail is None else min(options.pad, options.tail)
         self._last_stop = 0
         self._start: int | None = None  # of the region that was told of and is open
 
@@ -266,6 +272,15 @@ class LiveSegmenter:
         """Seconds since speech was last certain within the open region; 0 where there is none."""
         silence = self._tracker.silence
         return 0.0 if silence is None else (self._tracker.position - silence) * self.options.window / SAMPLE_RATE
+
+    @property
+    def prospect(self) -> int | None:
+        """Where the open region will stop if nothing is said until that is certain; None while it would hear more."""
+        tracker = self._tracker
+        if self._start is None or tracker.run is None or tracker.silence is None:
+            return None
+        stop = tracker.silence * self.options.window + self._tail
+        return stop if stop <= self.position and tracker.long_enough(tracker.run, tracker.silence) else None
 
     @property
     def keep_from(self) -> int:
@@ -303,7 +318,7 @@ class LiveSegmenter:
         return Boundary("started", self._start, run.rest, run.overlap * window)
 
     def _stopped(self, run: _Run, heard: int) -> Boundary:
-        room = run.gap * self.options.window // 2 if run.cut else heard
-        self._last_stop = min(run.end * self.options.window + min(self.options.pad, room), heard)
+        room = min(self.options.pad, run.gap * self.options.window // 2) if run.cut else self._tail
+        self._last_stop = min(run.end * self.options.window + room, heard)
         self._start = None
         return Boundary("stopped", self._last_stop, run.cut)

@@ -5,6 +5,8 @@ Pure: numpy arrays in and out. Knows nothing of audio, models or words.
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 import numpy as np
 import numpy.typing as npt
 from scipy.cluster.hierarchy import fcluster, linkage
@@ -19,6 +21,7 @@ _MOST_FRAGMENTS = 300  # joining them costs the cube of it: half a second
 _TYPICAL_WITHIN = 0.72  # how alike two windows of one voice usually are...
 _TYPICAL_PAIRS = 10  # ...and how many pairs of its own a group needs to outweigh that
 _MOST_CUTS = 64
+_CELLS = 20_000  # of a path, walked without a break: 0.1 s
 
 
 def find_voices(
@@ -138,6 +141,17 @@ def best_path(scores: Array, switch_cost: Array) -> Labels:
 
     `switch_cost[t]` is paid where cell t has another label than cell t - 1. Ties go to no switch, then to the lower label.
     """
+    walk = walk_best_path(scores, switch_cost)
+    while True:
+        try:
+            next(walk)
+        except StopIteration as end:
+            path: Labels = end.value
+            return path
+
+
+def walk_best_path(scores: Array, switch_cost: Array) -> Generator[None, None, Labels]:
+    """`best_path` as its return value; yields now and then, so that others get their turn."""
     num_cells, num_labels = scores.shape
     if num_labels == 1:
         return np.zeros(num_cells, np.intp)
@@ -150,6 +164,8 @@ def best_path(scores: Array, switch_cost: Array) -> Labels:
         stays = total >= jump
         came_from[cell] = np.where(stays, stay, best)
         total = np.where(stays, total, jump) + scores[cell]
+        if cell % _CELLS == 0:
+            yield
     path = np.empty(num_cells, np.intp)
     path[-1] = int(total.argmax())
     for cell in range(num_cells - 1, 0, -1):

@@ -26,6 +26,7 @@ class TokenChoice:
         self._language_codes = list(model.tokens.languages)
         self.num_tokens = 0
         self.num_prompt_tokens = 0
+        self.num_drafted = self.num_accepted = 0  # draft ids computed, and those that were said
         self._rules = DecodingRules(
             vocab_size=model.config.vocab_size,
             eot=model.tokens.eot,
@@ -44,7 +45,9 @@ class TokenChoice:
         """Look at raw rows where they are needed, ban what may not be said, pick tokens."""
         rows: list[int] = []
         sampled: list[list[int]] = []
-        places: list[tuple[Attempt, int]] = []  # of each row: whose, and which hypothesis
+        places: list[
+            tuple[Attempt, int, int]
+        ] = []  # of each row: whose, which hypothesis, how many draft ids it has read
         for attempt, mine in zip(attempts, wanted, strict=True):
             if attempt.purpose == "align":
                 continue
@@ -65,9 +68,15 @@ class TokenChoice:
                 live = [at for at, is_open in enumerate(attempt.open) if is_open]
                 chosen = mine
             hypotheses = attempt.live
+            if attempt.offered:
+                depths = range(len(attempt.offered) + 1)
+                rows.extend(mine[-len(depths) :])
+                sampled.extend([*hypotheses[0].ids, *attempt.offered[:depth]] for depth in depths)
+                places.extend((attempt, 0, depth) for depth in depths)
+                continue
             rows.extend(chosen)
             sampled.extend(hypotheses[at].ids for at in live)
-            places.extend((attempt, at) for at in live)
+            places.extend((attempt, at, 0) for at in live)
         if not rows:
             return
         if rows != list(range(logits.shape[0])):
@@ -75,8 +84,8 @@ class TokenChoice:
         self._rules.apply(
             logits,
             sampled,
-            timestamps=[attempt.job.options.timestamps for attempt, _ in places],
-            suppress=[attempt.job.options.suppress for attempt, _ in places],
+            timestamps=[attempt.job.options.timestamps for attempt, _, _ in places],
+            suppress=[attempt.job.options.suppress for attempt, _, _ in places],
         )
         logprobs = logits.log_softmax(-1)
         self._pick_beams(places, logprobs)
@@ -88,15 +97,17 @@ class TokenChoice:
         if not attempt.broken:
             attempt.job.language.observe(dict(zip(self._language_codes, probs, strict=True)))
 
-    def _pick_tokens(self, places: list[tuple[Attempt, int]], logits: torch.Tensor, logprobs: torch.Tensor) -> None:
-        mine = [row for row, (attempt, _) in enumerate(places) if attempt.beams is None]
+    def _pick_tokens(
+        self, places: list[tuple[Attempt, int, int]], logits: torch.Tensor, logprobs: torch.Tensor
+    ) -> None:
+        mine = [row for row, (attempt, _, _) in enumerate(places) if attempt.beams is None]
         if not mine:
             return
         if len(mine) < len(places):
             index = torch.tensor(mine, device=logits.device)
             logits, logprobs = logits[index], logprobs[index]
         chosen = [places[row] for row in mine]
-        hot = [attempt.temperature for attempt, _ in chosen]
+        hot = [attempt.temperature for attempt, _, _ in chosen]
         ids = sample(
             logits,
             SamplingRows(
@@ -104,8 +115,8 @@ class TokenChoice:
                 top_k=self._ints([0] * len(hot)),
                 top_p=torch.ones(len(hot), device=logits.device),
                 min_p=torch.zeros(len(hot), device=logits.device),
-                noise_seed=self._ints([attempt.noise_seed + at for attempt, at in chosen]),
-                noise_position=self._ints([len(attempt.hypotheses[at].ids) for attempt, at in chosen]),
+                noise_seed=self._ints([attempt.noise_seed + at for attempt, at, _ in chosen]),
+                noise_position=self._ints([len(attempt.hypotheses[at].ids) + depth for attempt, at, depth in chosen]),
                 any_random=any(t > 0 for t in hot),
                 any_top_k=False,
                 any_top_p=False,
@@ -113,8 +124,26 @@ class TokenChoice:
             ),
         )
         said = logprobs.gather(1, ids[:, None])[:, 0].tolist()
-        for (attempt, at), token, logprob in zip(chosen, ids.tolist(), said, strict=True):
+        drafted: dict[int, tuple[Attempt, int]] = {}  # attempts that verify, and where their new ids begin
+        for (attempt, at, depth), token, logprob in zip(chosen, ids.tolist(), said, strict=True):
+            if attempt.offered:
+                begin = drafted.setdefault(id(attempt), (attempt, len(attempt.hypotheses[0].ids)))[1]
+                if depth and not self._verified(attempt, begin, depth):
+                    continue  # this row has read what was not said
             self._extend(attempt, at, token, logprob)
+        for attempt, begin in drafted.values():
+            self._observe(attempt, attempt.hypotheses[0].ids[begin:])
+
+    @staticmethod
+    def _verified(attempt: Attempt, begin: int, depth: int) -> bool:
+        said = attempt.hypotheses[0].ids
+        return attempt.open[0] and len(said) == begin + depth and said[-1] == attempt.offered[depth - 1]
+
+    def _observe(self, attempt: Attempt, said: list[int]) -> None:
+        assert attempt.draft is not None
+        self.num_drafted += len(attempt.offered)
+        self.num_accepted += sum(a == b for a, b in zip(attempt.offered, said, strict=False))
+        attempt.draft.observe(said, len(attempt.offered))
 
     def _extend(self, attempt: Attempt, at: int, token: int, logprob: float) -> None:
         if math.isnan(logprob):
@@ -134,7 +163,7 @@ class TokenChoice:
         if count % _LOOP_CHECK == 0 and loop_period([i for i in hypothesis.ids if i < self._tokens.eot]):
             attempt.open[at] = False
 
-    def _pick_beams(self, places: list[tuple[Attempt, int]], logprobs: torch.Tensor) -> None:
+    def _pick_beams(self, places: list[tuple[Attempt, int, int]], logprobs: torch.Tensor) -> None:
         begin = 0
         while begin < len(places):
             attempt = places[begin][0]

@@ -128,7 +128,8 @@ class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
 class AudioRequest(msgspec.Struct, kw_only=True, tag="audio"):
     """One request to a recogniser. Audio is 16 kHz mono PCM, little-endian: "f32" in [-1, 1] or "s16".
 
-    A file comes whole in `pcm`. A live stream starts with `open=True` and grows through `append(pcm=...)`.
+    A file comes whole in `pcm`, or with `in_pieces` through `append(pcm=..., last=...)`; it is heard while it comes and decoded
+    when all is there. A live stream starts with `open=True` and grows through `append` too.
     """
 
     request_id: str
@@ -137,6 +138,7 @@ class AudioRequest(msgspec.Struct, kw_only=True, tag="audio"):
     pcm: bytes = b""
     encoding: Literal["f32", "s16"] = "f32"
     open: bool = False
+    in_pieces: bool = False
     priority: int = 0
     deadline: float | None = None
     attempt: int = 0
@@ -224,11 +226,15 @@ class Segment(msgspec.Struct, kw_only=True):
 
 
 class Recognized(Event, tag="recognized", kw_only=True):
-    """Final segments, in order of time. `language` and its probability are those detected or asked for."""
+    """Final segments, in order of time. `language` and its probability are those detected or asked for.
+
+    With this event all text of the first `upto` seconds has been told; no segment that begins before will come.
+    """
 
     segments: list[Segment]
     language: str = ""
     language_probability: float = 1.0
+    upto: float = 0.0
 
 
 class Partial(Event, tag="partial", kw_only=True):
@@ -240,10 +246,11 @@ class Partial(Event, tag="partial", kw_only=True):
 
 
 class Speech(Event, tag="speech", kw_only=True):
-    """Live: speech began or ended at `sample` (16 kHz) of the stream."""
+    """Live: speech began or ended at `sample` (16 kHz) of the stream. `upto` is that of `Recognized`."""
 
     what: Literal["started", "stopped"]
     sample: int
+    upto: float = 0.0
 
 
 FinishReason: TypeAlias = Literal["stop", "length"]

@@ -8,13 +8,15 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .dispatch import cpu_ops
+from .dispatch import cpu_ops, gpu_ops
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up [R, 2F] -> silu(gate) * up [R, F]."""
     if gate_up.is_cpu and (ops := cpu_ops()) is not None and ops.can_gate(gate_up):
         return ops.gated(gate_up, 0)  # type: ignore[no-any-return]
+    if (gpu := gpu_ops(gate_up.device.type)) is not None and gpu.can_gate(gate_up):
+        return gpu.silu_mul(gate_up)  # type: ignore[no-any-return]
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -23,6 +25,8 @@ def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up [R, 2F] -> gelu_tanh(gate) * up [R, F]."""
     if gate_up.is_cpu and (ops := cpu_ops()) is not None and ops.can_gate(gate_up):
         return ops.gated(gate_up, 1)  # type: ignore[no-any-return]
+    if (gpu := gpu_ops(gate_up.device.type)) is not None and gpu.can_gate(gate_up):
+        return gpu.gelu_tanh_mul(gate_up)  # type: ignore[no-any-return]
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
 

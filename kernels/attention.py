@@ -3,7 +3,11 @@
 Letters: R rows, S sequences, H query heads, K kv heads, D head dim, B blocks per table, T tokens per block, N pool
 blocks.
 
-A layer's cache is one tensor `kv` [N, 2, K, T, D] (k then v). A *kv index* is an index into a sequence's cache slots;
+A layer's cache is one tensor `kv` [N, 2, K, T, D] (k then v) of a float type; or int8 [N, 2, K, T, D + 4], each row D
+integers and then the fp32 scale that turns them back. A row carries its scale, so whoever copies or ships rows, slots or
+blocks need not know of it. (Rows padded to whole cache lines would cost what int8 saves.)
+
+A *kv index* is an index into a sequence's cache slots;
 its flat slot is block_table[kv_index // T] * T + kv_index % T. For ordinary rows kv index equals position; in a draft
 tree several rows share a position but never a kv index. Block 0 is the null block: padding and skipped window blocks
 point there.
@@ -19,7 +23,7 @@ from typing import Literal, overload
 import torch
 import torch.nn.functional as F
 
-from .dispatch import cpu_ops
+from .dispatch import cpu_ops, gpu_ops
 
 Mark = Literal["decode", "prefill", "mixed"]
 
@@ -59,16 +63,53 @@ class PagedBatch:
     kv_lens_list: tuple[int, ...] = ()
 
 
+# ------------------------------------------------------------------------------------------------------------- cache
+
+SCALE_BYTES = 4
+
+
+def row_width(head_dim: int, dtype: torch.dtype) -> int:
+    """Elements of one cached row: an int8 row ends with the bytes of its fp32 scale."""
+    return head_dim + SCALE_BYTES if dtype is torch.int8 else head_dim
+
+
+def quantize_rows(x: torch.Tensor) -> torch.Tensor:
+    """Rows [.., D] -> int8 [.., D + 4]: round(x * 127 / max |x|), halves to even, then the scale max |x| / 127 as fp32.
+
+    A row with NaN or an infinity gets the scale NaN. Rows whose largest is below 1e-36 count as zeros.
+    """
+    x = x.float()
+    top = x.abs().amax(-1, keepdim=True)
+    finite = top.isfinite()
+    some = finite & (top > 1e-36)
+    inverse = torch.where(some, torch.full_like(top, 127.0) / top, 0.0)  # 127.0 / top would multiply by a reciprocal
+    scale = torch.where(some, top / 127.0, torch.where(finite, 0.0, torch.nan))
+    integers = torch.where(finite, x * inverse, 0.0).round().to(torch.int8)
+    return torch.cat([integers, scale.contiguous().view(torch.int8)], dim=-1)
+
+
+def dequantize_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Cached rows of any dtype as fp32 [.., D]."""
+    if rows.dtype is not torch.int8:
+        return rows.float()
+    scale = rows[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    return rows[..., :-SCALE_BYTES] * scale
+
+
 # ------------------------------------------------------------------------------------------------------------- store
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) -> None:
     """Writes k, v [R, K, D] into kv [N, 2, K, T, D] at flat slots [R] int64; a slot < 0 stores nothing.
 
-    Two rows of one call never name the same slot (>= 0). k and v are cast to the cache's dtype.
+    Two rows of one call never name the same slot (>= 0). k and v are cast to the cache's dtype, or quantized row by row
+    where that is int8.
     """
     if k.is_cpu and (ops := cpu_ops()) is not None and ops.can_store(k, v, kv):
         ops.store_kv(k, v, kv, slots)
+        return
+    if (gpu := gpu_ops(k.device.type)) is not None and gpu.can_store(k, v, kv):
+        gpu.store_kv(k, v, kv, slots)
         return
     if k.is_cpu and bool((slots < 0).any()):
         keep = (slots >= 0).nonzero()[:, 0]
@@ -78,8 +119,8 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slots: torch.Te
         slots = slots.clamp(min=0)
     num_tokens = kv.shape[3]
     block, token = slots // num_tokens, slots % num_tokens
-    kv[block, 0, :, token] = k.to(kv.dtype)
-    kv[block, 1, :, token] = v.to(kv.dtype)
+    kv[block, 0, :, token] = quantize_rows(k) if kv.dtype is torch.int8 else k.to(kv.dtype)
+    kv[block, 1, :, token] = quantize_rows(v) if kv.dtype is torch.int8 else v.to(kv.dtype)
 
 
 def copy_slots(kvs: Sequence[torch.Tensor], src: torch.Tensor, dst: torch.Tensor, block_size: int) -> None:
@@ -87,6 +128,9 @@ def copy_slots(kvs: Sequence[torch.Tensor], src: torch.Tensor, dst: torch.Tensor
 
     All sources are read before the first write, so src and dst may overlap (a tree's accepted path is compacted so).
     """
+    if len(kvs) and (gpu := gpu_ops(src.device.type)) is not None and gpu.can_copy(kvs):
+        gpu.copy_slots(kvs, src, dst, block_size)
+        return
     src_block, src_token = src // block_size, src % block_size
     dst_block, dst_token = dst // block_size, dst % block_size
     for kv in kvs:
@@ -164,6 +208,18 @@ def paged_attention(
             return_lse,
         )
         return (out, lse) if return_lse else out
+    if (gpu := gpu_ops(q.device.type)) is not None and gpu.can_attend(q, kv):
+        return gpu.paged_attention(  # type: ignore[no-any-return]
+            q,
+            kv,
+            batch,
+            group,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            return_lse=return_lse,
+        )
     out, lse = _attention_by_sequence(q, kv, batch, group, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
     return (out, lse) if return_lse else out
 
@@ -195,9 +251,9 @@ def _attention_by_sequence(
         if kv_len == 0:
             continue
         num_blocks = (kv_len + num_tokens - 1) // num_tokens
-        pages = kv[table[seq, :num_blocks].long()]  # [B, 2, K, T, D]
+        pages = dequantize_rows(kv[table[seq, :num_blocks].long()])  # [B, 2, K, T, D]
         pages = pages.permute(1, 2, 0, 3, 4).reshape(2, num_kv_heads, num_blocks * num_tokens, dim)
-        keys, values = pages[:, :, :kv_len].float()  # each [K, L, D]
+        keys, values = pages[:, :, :kv_len]  # each [K, L, D]
         for lo in range(starts[seq], starts[seq + 1], ROWS_AT_ONCE):
             rows = slice(lo, min(lo + ROWS_AT_ONCE, starts[seq + 1]))
             sees = _visible(batch, rows, kv_len, window)  # [n, L]
@@ -264,7 +320,7 @@ def paged_attention_reference(
         index = torch.tensor(sorted(seen), dtype=torch.int64)
         pages = batch.block_tables[group][seq, index // batch.block_size].long()
         keys, values = (
-            kv[pages, :, :, index % batch.block_size].double().repeat_interleave(per_kv, 2).unbind(1)
+            dequantize_rows(kv[pages, :, :, index % batch.block_size]).double().repeat_interleave(per_kv, 2).unbind(1)
         )  # [L, H, D]
         scores = scale * torch.einsum("hd,lhd->hl", q[row].double(), keys)
         if soft_cap:
@@ -317,6 +373,8 @@ def dense_attention(
         if ops.can_attend(q, kv):
             batch = _whole_windows(num_windows, num_rows)
             return paged_attention(q.flatten(0, 1), kv, batch, 0, scale=scale).view(num_windows, num_rows, -1)
+    if q.is_cuda and (gpu := gpu_ops("cuda")) is not None and (found := gpu.dense(q, k, v, scale=scale)) is not None:
+        return found.flatten(2)  # type: ignore[no-any-return]
     queries, keys, values = (x.transpose(1, 2) for x in (q, k, v))
     mixed = F.scaled_dot_product_attention(queries, keys, values, scale=scale)
     return mixed.transpose(1, 2).reshape(num_windows, num_rows, num_heads * dim)

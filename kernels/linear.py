@@ -10,6 +10,7 @@ best; a prepared weight can only be used (`linear`, `embedding`, `dequantize`).
     q4_1          blocks u8 [out, in/32, 20]: fp16 d, fp16 m, 16 bytes of nibbles        d * q + m
     q8_0          blocks u8 [out, in/32, 34]: fp16 d, 32 int8                            d * q
     int8          weight i8 [out, in], scale fp32 [out]                                  scale * q
+    fp8           weight e4m3 [out, in], scale fp32 [out]                                scale * q
     int4          weight u8 [out, in/2] (low nibble = even i), scale, minimum            scale * q + minimum
                   fp16 or fp32 [out, in/group]
     (in a block of q4_x, byte j holds element j in its low and element j + 16 in its high nibble)
@@ -22,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from types import ModuleType
 from typing import Literal
 
 import torch
@@ -30,8 +32,8 @@ from torch.nn import functional as F
 
 from . import dispatch
 
-Format = Literal["fp32", "bf16", "fp16", "q4_0", "q4_1", "q8_0", "int8", "int4"]
-Layout = Literal["plain", "rows16", "int4pack", "int8pack", "tiles"]
+Format = Literal["fp32", "bf16", "fp16", "q4_0", "q4_1", "q8_0", "int8", "int4", "fp8"]
+Layout = Literal["plain", "rows16", "int4pack", "int8pack", "tiles", "gpu4", "gpu8", "fp8"]
 
 FLOAT_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FLOAT_FORMATS: dict[torch.dtype, Format] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -106,6 +108,16 @@ def quantize_int8(weight: Tensor) -> LinearWeight:
     q = (w / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8)
     return LinearWeight(
         format="int8", tensors={"weight": q, "scale": scale}, out_features=w.shape[0], in_features=w.shape[1]
+    )
+
+
+def quantize_fp8(weight: Tensor) -> LinearWeight:
+    """FP8 (e4m3), one scale a row: a row's largest magnitude becomes 448. `weight` is a float [out, in]."""
+    w = weight.float()
+    scale = (w.abs().amax(dim=1) / 448).clamp_min(torch.finfo(torch.float32).tiny)
+    q = (w / scale[:, None]).clamp_(-448, 448).to(torch.float8_e4m3fn)
+    return LinearWeight(
+        format="fp8", tensors={"weight": q, "scale": scale}, out_features=w.shape[0], in_features=w.shape[1]
     )
 
 
@@ -226,7 +238,7 @@ def _dequantize_plain(w: LinearWeight) -> Tensor:
         value = _nibbles(t["blocks"], 4) * _fp16_field(t["blocks"], 0) + _fp16_field(t["blocks"], 2)
     elif w.format == "q8_0":
         value = t["blocks"][..., 2:].contiguous().view(torch.int8).float() * _fp16_field(t["blocks"], 0)
-    elif w.format == "int8":
+    elif w.format in ("int8", "fp8"):
         value = t["weight"].float() * t["scale"][:, None]
     elif w.format == "int4":
         q = torch.stack([t["weight"] & 0xF, t["weight"] >> 4], dim=-1)
@@ -241,6 +253,8 @@ def dequantize(w: LinearWeight, dtype: torch.dtype) -> Tensor:
     """[out, in] in `dtype`, whatever the format and layout. A view where a float weight already has the dtype."""
     if w.layout == "rows16":
         return _take_rows16(w, None, dtype)
+    if w.layout in _GPU_LAYOUTS:
+        return _gpu().take_rows(w, None, dtype)  # type: ignore[no-any-return]
     if not w.is_quantized:
         return w.tensors["weight"].to(dtype)
     return _dequantize_plain(w).to(dtype)
@@ -254,15 +268,20 @@ def prepare(
 ) -> LinearWeight:
     """The weight as `linear` runs it best for activations of `dtype` on `device`. Once, at load.
 
-    bf16 on a CPU keeps quantized weights quantized; every other case dequantizes to `dtype` (fp32 then computes with
-    the exact values of the file). `invariant` (fp32 on a CPU only, slower): a row's result never depends on R.
+    bf16 keeps quantized weights quantized, on CUDA (gpu/linear.py) fp16 does too; every other case dequantizes to
+    `dtype` (fp32 then computes with the exact values of the file). `invariant` (fp32 on a CPU only, slower): a row's
+    result never depends on R.
     """
     _need_plain(w)
     if invariant:
         if dtype != torch.float32 or torch.device(device).type != "cpu":
             raise ValueError(f"invariant: expected float32 on a CPU, got {dtype} on {device}")
         return replace(from_tensor(dequantize(w, dtype).contiguous()), layout="tiles")
-    if dtype == torch.bfloat16 and torch.device(device).type == "cpu":
+    if w.is_quantized and dispatch.gpu_ops(torch.device(device).type) is not None:
+        on_gpu: LinearWeight | None = _gpu().prepare(w, dtype, torch.device(device))
+        if on_gpu is not None:
+            return on_gpu
+    if dtype == torch.bfloat16 and torch.device(device).type == "cpu" and w.format != "fp8":
         if _ops() is not None and w.in_features % BLOCK == 0 and (w.is_quantized or _has_bf16_dot()):
             return _to_rows16(w)
         if w.is_quantized:
@@ -270,25 +289,58 @@ def prepare(
     return from_tensor(dequantize(w, dtype).to(device).contiguous())
 
 
-def linear(x: Tensor, w: LinearWeight, bias: Tensor | None = None) -> Tensor:
-    """x [R, in] times weight^T (+ bias [out]) -> [R, out], in x's dtype. `w` prepared for that dtype, or in storage.
+_GPU_LAYOUTS = frozenset(("gpu4", "gpu8", "fp8"))
 
-    In layout rows16 and below its row limit a row's result depends on nothing but the row: not on R, not on threads.
+
+@cache
+def _gpu() -> ModuleType:
+    """The CUDA side, kernels/gpu/linear.py: imports Triton."""
+    from .gpu import linear as gpu_linear
+
+    return gpu_linear
+
+
+def linear(x: Tensor, w: LinearWeight, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
+    """x [R, in] times weight^T (+ bias [out]) -> [R, out] in x's dtype, or in `out_dtype` (fp32: for logits).
+
+    `w` is prepared for x's dtype, or in storage. Quantized weights in layout rows16 meet activations that are rounded to
+    8 bits, each 32 inputs of a row with a scale of their own (as llama.cpp does it); bf16 weights meet them as they are.
+    In layout rows16 and below `_many_rows`, which quantized weights reach only with AMX or without AVX2, a row's result
+    depends on nothing but the row: not on R, not on threads.
     """
+    if out_dtype is not None and out_dtype != x.dtype and not (w.layout == "rows16" and out_dtype is torch.float32):
+        return linear(x, w, bias).to(out_dtype)
     layout = w.layout
     if layout != "plain" and x.dim() != 2:
-        return linear(x.reshape(-1, x.shape[-1]), w, bias).view(*x.shape[:-1], w.out_features)
+        flat = linear(x.reshape(-1, x.shape[-1]), w, bias, out_dtype=out_dtype)
+        return flat.view(*x.shape[:-1], w.out_features)
     if layout == "rows16" and x.dtype is torch.bfloat16:
         if x.shape[0] < _many_rows(w.format):
             t, bits, zero = w.tensors, *_BITS_ZERO[w.format]
             multiply = torch.ops.motet_cpu.rows16_linear.default
-            y: Tensor = multiply(x, t["quants"], t.get("scale"), t.get("minimum"), bias, bits, zero, w.out_features)
+            fp32 = out_dtype is torch.float32
+            y: Tensor = multiply(
+                x, t["quants"], t.get("scale"), t.get("minimum"), bias, bits, zero, w.out_features, fp32
+            )
             return y
+    elif layout in _GPU_LAYOUTS:
+        return _gpu().linear(x, w, bias)  # type: ignore[no-any-return]
     elif layout == "tiles":
         return _tiled_linear(x, w.tensors["weight"], bias)
     elif layout in ("int4pack", "int8pack") and x.shape[0] <= _TORCH_PACKED_ROWS:
         return _torch_packed_linear(x, w, bias)
-    return F.linear(x, dequantize(w, x.dtype), bias)
+    y = F.linear(x, dequantize(w, x.dtype), bias)
+    return y if out_dtype is None else y.to(out_dtype)
+
+
+def has_byte_products() -> bool:
+    """Whether 8-bit weights are faster than bf16 ones on this CPU however many rows there are."""
+    return _ops() is not None and _many_rows("int8") == _NEVER
+
+
+def multiplies_bytes(w: LinearWeight) -> bool:
+    """Whether `linear` runs any number of rows of this prepared weight in 8 bits, which is faster than bf16 then."""
+    return w.layout == "rows16" and w.is_quantized and has_byte_products()
 
 
 _TILE = 16
@@ -311,6 +363,8 @@ def embedding(ids: Tensor, w: LinearWeight, dtype: torch.dtype) -> Tensor:
     """Rows `ids` [N] of the weight -> [N, in] in `dtype`, dequantizing only those. Ids out of range are an error."""
     if w.layout == "rows16":
         return _take_rows16(w, ids, dtype)
+    if w.layout in _GPU_LAYOUTS:
+        return _gpu().take_rows(w, ids, dtype)  # type: ignore[no-any-return]
     if not w.is_quantized:
         return F.embedding(ids, w.tensors["weight"]).to(dtype)
     plain = LinearWeight(
@@ -335,12 +389,14 @@ _BITS_ZERO: dict[str, tuple[int, int]] = {
     "fp32": (16, 0),
     "fp16": (16, 0),
 }
-# From so many rows on, unpacking to bf16 for torch's matmul is faster. Measured on an EPYC 9005 (AVX-512 BF16, no AMX),
-# one thread, [3072, 576], 4 bits: rows16 / unpack + matmul takes 77 / 240 us at 8 rows, 646 / 620 at 64, 2504 / 1930
-# at 256.
-# With AMX torch's matmul is several times faster and the limit accordingly lower (estimated, not yet measured).
-_MANY_ROWS = {4: 64, 8: 96, 16: 192}
+# From so many rows on, torch's matmul over bf16 weights (unpacked on the way where they are quantized) is faster.
+# Measured on an EPYC 9005 (AVX-512 BF16 and VNNI, no AMX): torch attains 0.86 TFLOP/s on two cores, the bytes of
+# int8.cpp 1.3, so that quantized weights never go there. AMX is several times faster than either, and the limit
+# accordingly lower (estimated, not measured: no such machine was at hand).
+_NEVER = 1 << 62
+_MANY_ROWS = {4: _NEVER, 8: _NEVER, 16: 192}
 _MANY_ROWS_AMX = {4: 24, 8: 24, 16: 24}
+_MANY_ROWS_PLAIN = {4: 64, 8: 64, 16: 192}  # any other processor; torch has the better instructions: estimated too
 
 
 @cache
@@ -359,8 +415,11 @@ def _has_bf16_dot() -> bool:
 
 @cache
 def _many_rows(format: str) -> int:
-    has_amx = bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
-    return (_MANY_ROWS_AMX if has_amx else _MANY_ROWS)[_BITS_ZERO[format][0]]
+    if getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)():
+        limits = _MANY_ROWS_AMX
+    else:
+        limits = _MANY_ROWS_PLAIN if torch.ops.motet_cpu.int8_instruction_set() == "plain" else _MANY_ROWS
+    return limits[_BITS_ZERO[format][0]]
 
 
 def _to_tiles(table: Tensor) -> Tensor:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import torch
 
-from .dispatch import cpu_ops
+from .dispatch import cpu_ops, gpu_ops
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0) -> torch.Tensor:
     """x [..., E] / rms(x) * (weight [E] + offset), in x's dtype."""
     if x.is_cpu and (ops := cpu_ops()) is not None and ops.can_norm(x, weight):
         return ops.rms_norm(x, weight, eps, offset)  # type: ignore[no-any-return]
+    if (gpu := gpu_ops(x.device.type)) is not None and gpu.can_norm(x, weight):
+        return gpu.rms_norm(x, weight, eps, offset=offset)  # type: ignore[no-any-return]
     return rms_norm_reference(x, weight, eps, offset=offset)
 
 
@@ -34,6 +36,8 @@ def rms_norm_residual(
     """
     if x.is_cpu and (ops := cpu_ops()) is not None and ops.can_norm(x, weight) and ops.can_norm(residual, weight):
         return ops.rms_norm_residual(x, residual, weight, eps, offset), residual
+    if (gpu := gpu_ops(x.device.type)) is not None and gpu.can_norm_residual(x, residual, weight):
+        return gpu.rms_norm_residual(x, residual, weight, eps, offset)  # type: ignore[no-any-return]
     total = x + residual
     return rms_norm_reference(total, weight, eps, offset=offset).to(x.dtype), total
 

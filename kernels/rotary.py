@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .attention import store_kv
-from .dispatch import cpu_ops
+from .dispatch import cpu_ops, gpu_ops
 
 TABLE_CHUNK = 2048  # positions computed at once; fixed, so that a table's numbers never depend on when it grew
 
@@ -209,6 +209,8 @@ def apply_rotary(
     if q.is_cpu and (ops := cpu_ops()) is not None and ops.can_rotate(q, k, cos):
         ops.rotate(q, k, cos, sin, interleaved)
         return q, k
+    if (gpu := gpu_ops(q.device.type)) is not None and gpu.can_rotate(q, k, cos):
+        return gpu.apply_rotary(q, k, cos, sin, interleaved=interleaved)  # type: ignore[no-any-return]
     return rotate_reference(q, cos, sin, interleaved=interleaved), rotate_reference(
         k, cos, sin, interleaved=interleaved
     )
@@ -248,6 +250,9 @@ def rotary_store_kv(
     if q.is_cpu and (ops := cpu_ops()) is not None and ops.can_rotate(q, k, cos) and ops.can_store(k, v, kv):
         ops.rotate_store_kv(q, k, v, cos, sin, kv, slots, interleaved)
         return q
+    gpu = gpu_ops(q.device.type)
+    if gpu is not None and gpu.can_rotate(q, k, cos) and gpu.can_store(k, v, kv):
+        return gpu.rotary_store_kv(q, k, v, cos, sin, kv, slots, interleaved=interleaved)  # type: ignore[no-any-return]
     q, k = apply_rotary(q, k, cos, sin, interleaved=interleaved)
     store_kv(k, v, kv, slots)
     return q

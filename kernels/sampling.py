@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .dispatch import cpu_ops
+from .dispatch import cpu_ops, gpu_ops
 
 MASK32 = 0xFFFFFFFF
 
@@ -47,6 +47,8 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
             return ops.argmax(logits)  # type: ignore[no-any-return]
         seed, position, head = rows.noise_seed, rows.noise_position, rows.head
         return ops.sample(logits, rows.temperature, rows.top_k, rows.top_p, rows.min_p, seed, position, head)  # type: ignore[no-any-return]
+    if (gpu := gpu_ops(logits.device.type)) is not None and gpu.can_sample(logits):
+        return gpu.sample(logits, rows)  # type: ignore[no-any-return]
     return sample_reference(logits, rows)
 
 
@@ -58,7 +60,7 @@ def sample_reference(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     random = rows.temperature > 0
     scaled = logits / torch.where(random, rows.temperature, 1.0)[:, None]
     if rows.any_top_k or rows.any_top_p or rows.any_min_p:
-        scaled = _filter(scaled, rows)
+        scaled = filter_logits(scaled, rows)
     key = noise_keys(rows.noise_seed, rows.noise_position, rows.head)
     return torch.where(random, _lowest_argmax(scaled + gumbel(key, logits.shape[1])), greedy)
 
@@ -70,8 +72,8 @@ def _lowest_argmax(values: torch.Tensor) -> torch.Tensor:
     return torch.where(values == best, ids, values.shape[-1]).min(dim=-1).values.clamp(max=values.shape[-1] - 1)
 
 
-def _filter(scaled: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """[N, V] with -inf where a filter drops the id."""
+def filter_logits(scaled: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """Logits after temperature [N, V] fp32, with -inf where a filter drops the id."""
     values, ids = scaled.sort(dim=-1, descending=True, stable=True)
     weights = torch.exp(values - values[:, :1])  # relative to the best id's probability
     keep = weights >= rows.min_p[:, None]
@@ -132,6 +134,11 @@ def token_logprobs(
 # ------------------------------------------------------------------------------------------------------ logits edits
 
 
+def _on_device(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A host tensor where `like` is. What needs its size (unique, masks) was done on the host: nobody waits."""
+    return values if like.is_cpu else values.pin_memory().to(like.device, non_blocking=True)
+
+
 def apply_penalties(
     logits: torch.Tensor,
     context_ids: Sequence[Sequence[int]],
@@ -148,21 +155,21 @@ def apply_penalties(
     vocab = logits.shape[1]
     for row, (context, output) in enumerate(zip(context_ids, output_ids, strict=True)):
         if repetition[row] != 1.0 and len(context):
-            ids = torch.tensor(context, dtype=torch.int64, device=logits.device).unique()
-            ids = ids[(ids >= 0) & (ids < vocab)]
+            ids = torch.tensor(context, dtype=torch.int64).unique()
+            ids = _on_device(ids[(ids >= 0) & (ids < vocab)], logits)
             values = logits[row, ids]
             logits[row, ids] = torch.where(values > 0, values / repetition[row], values * repetition[row])
         if (presence[row] or frequency[row]) and len(output):
-            ids, counts = torch.tensor(output, dtype=torch.int64, device=logits.device).unique(return_counts=True)
+            ids, counts = torch.tensor(output, dtype=torch.int64).unique(return_counts=True)
             known = (ids >= 0) & (ids < vocab)
-            ids, counts = ids[known], counts[known]
+            ids, counts = _on_device(ids[known], logits), _on_device(counts[known], logits)
             logits[row, ids] -= frequency[row] * counts + presence[row]
 
 
 def apply_bias(logits_row: torch.Tensor, ids: Sequence[int], values: Sequence[float]) -> None:
     """Adds values to logits_row [V] at ids (each named once), in place."""
-    index = torch.tensor(ids, dtype=torch.int64, device=logits_row.device)
-    logits_row[index] += torch.tensor(values, dtype=logits_row.dtype, device=logits_row.device)
+    index = _on_device(torch.tensor(ids, dtype=torch.int64), logits_row)
+    logits_row[index] += _on_device(torch.tensor(values, dtype=logits_row.dtype), logits_row)
 
 
 def apply_allowed(logits_row: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None:

@@ -64,7 +64,7 @@ def build_model(
     """The model of a `transformers`-style config dict with the weights of `source`, or this shard of it.
 
     weights   "keep": GGUF blocks stay quantized in memory; "dequantize": everything in `dtype`
-    quantize  make float matrices int8 or int4 while loading
+    quantize  make float matrices int8, int4 or fp8 while loading
     invariant  a row's numbers never depend on the other rows (fp32 on a CPU, our own decoder)
 
     Raises ModelLoadError for an unsupported architecture, unusable config, missing or unexpected weights.

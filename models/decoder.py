@@ -21,8 +21,10 @@ from typing import overload
 import torch
 
 from ..kernels.attention import PagedBatch, paged_attention, store_kv
+from ..kernels.linear import LinearWeight
 from ..kernels.rotary import Rotary, rotary_store_kv
 from .decoder_config import DecoderConfig
+from .layer_stack import LayerStack, make_stack
 from .layers import (
     Linear,
     Norm,
@@ -35,7 +37,7 @@ from .layers import (
     split_kv_heads,
 )
 from .moe import SparseMLP
-from .spec import WHOLE, KVSpec, Shard
+from .spec import WHOLE, AttentionWork, KVSpec, Shard, Workload
 from .weight_reader import Rows, WeightReader
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
@@ -277,6 +279,7 @@ class Decoder:
         self.norm = Norm(config.norm, config.norm_eps, config.norm_offset)
         self.head = VocabHead(config.vocab_size, shard, soft_cap=config.logit_soft_cap)
         self.weight_bytes = 0
+        self.stack: LayerStack | None = None  # all layers as one call, where that is possible
 
     def load(self, reader: WeightReader) -> None:
         """Take this shard's weights from `reader`."""
@@ -289,6 +292,7 @@ class Decoder:
             self.norm.load(reader, "model.final_layernorm" if self.config.family == "phi" else "model.norm")
             self.head.load(reader, "lm_head", tied=self.embedding.weight if tied else None, bias=self.config.head_bias)
         self.weight_bytes = reader.num_bytes
+        self.stack = make_stack(self)
 
     def kv_specs(self) -> list[KVSpec]:
         """KV needs of each layer held here, in order."""
@@ -304,6 +308,41 @@ class Decoder:
                 )
             )
         return specs
+
+    def matrices(self) -> list[LinearWeight]:
+        """The layers' matrices that every row meets, in order. Experts are left out: which ones a row meets varies."""
+        found: list[LinearWeight | None] = []
+        for block in self.blocks:
+            found += [*block.attention.qkv.weights, block.attention.out.inner]
+            if isinstance(block.mlp, MLP):
+                found += [*block.mlp.up.weights, block.mlp.down.inner]
+        return [weight for weight in found if weight is not None]
+
+    def workload(self, kv_row_bytes: int) -> Workload | None:
+        """What a step reads and multiplies; None for experts, of which a step reads as many as its rows choose.
+
+        `kv_row_bytes`: of one head's K, or V, of one kv index in the cache.
+        """
+        if self.config.num_experts:
+            return None
+        matrices, head = self.matrices(), self.head.weight if self.is_last else None
+        windows: dict[int, list[Attention]] = {}
+        for block in self.blocks:
+            windows.setdefault(block.attention.window, []).append(block.attention)
+        return Workload(
+            layer_bytes=sum(weight.num_bytes for weight in matrices),
+            layer_products=sum(weight.out_features * weight.in_features for weight in matrices),
+            head_bytes=head.num_bytes if head is not None else 0,
+            head_products=head.out_features * head.in_features if head is not None else 0,
+            attention=tuple(
+                AttentionWork(
+                    window=window,
+                    kv_bytes=sum(2 * a.num_kv_heads for a in layers) * kv_row_bytes,
+                    products=sum(2 * a.num_heads * a.head_dim for a in layers),
+                )
+                for window, layers in windows.items()
+            ),
+        )
 
     def embed(self, ids: torch.Tensor, side: tuple[torch.Tensor, torch.Tensor] | None = None) -> torch.Tensor:
         """ids [R] int64 -> [R, E]. `side` = (row indices [n] int64, embeddings [n, E]) replaces those rows.
@@ -347,6 +386,8 @@ class Decoder:
         (0 = the embeddings, `num_layers` = before the final norm).
         """
         tables = [rope.cos_sin(batch.position) for rope in self.ropes]  # one per rotary base, shared by all layers
+        if self.stack is not None and aux_hidden is None and self.stack.takes(hidden, kvs):
+            return self.stack.forward(hidden, batch, kvs, groups, tables)
         aux: dict[int, torch.Tensor] = {}
         wanted = aux_hidden or ()
         x, residual = hidden, None

@@ -208,7 +208,7 @@ class VocabHead:
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [n, E] -> fp32 [n, V]."""
         assert self.weight is not None
-        logits = linear(hidden, self.weight, self.bias).float()
+        logits = linear(hidden, self.weight, self.bias, out_dtype=torch.float32)
         if self.soft_cap:
             logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
         if self.shard.tp_size == 1:

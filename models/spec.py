@@ -22,6 +22,26 @@ class KVSpec:
     window: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttentionWork:
+    """Layers with the same window, together."""
+
+    window: int  # 0 = none
+    kv_bytes: int  # of K and V of one kv index, over these layers
+    products: int  # multiply-adds of one row with one kv index: q.k and p.v of all heads, over these layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What one step of this shard reads and multiplies; see engine/roofline.py."""
+
+    layer_bytes: int  # weights of all layers
+    layer_products: int  # multiply-adds of one row with them
+    head_bytes: int
+    head_products: int  # of one row with logits
+    attention: tuple[AttentionWork, ...]
+
+
 class Comm(Protocol):
     """Collectives among the ranks of one model. Tensors are changed in place or returned new, on every rank alike."""
 

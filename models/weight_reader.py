@@ -19,6 +19,7 @@ from ..kernels.linear import (
     dequantize,
     from_tensor,
     prepare,
+    quantize_fp8,
     quantize_int4,
     quantize_int8,
     slice_cols,
@@ -27,7 +28,7 @@ from .loader import WeightSource
 from .parameters import Shapes
 
 WeightsMode = Literal["keep", "dequantize"]
-Quantize = Literal["int8", "int4"]
+Quantize = Literal["int8", "int4", "fp8"]
 INT4_GROUP = 32
 
 
@@ -46,7 +47,7 @@ class WeightReader:
     """Gives layers their weights, and counts their bytes.
 
     weights   "keep" leaves quantized matrices quantized, "dequantize" turns them into `dtype`
-    quantize  turns float matrices into int8 or int4; the head stays at 8 bits, which costs little and keeps quality
+    quantize  turns float matrices into int8, int4 or fp8; the head becomes int8, which costs little and keeps quality
     invariant  has matrices multiply so that a row's result never depends on how many rows there are
     """
 
@@ -119,7 +120,11 @@ class WeightReader:
             if self.weights == "keep":
                 return weight
             weight = from_tensor(dequantize(weight, self.dtype))
-        if self.quantize == "int8" or (self.quantize == "int4" and (is_head or weight.in_features % INT4_GROUP)):
+        if self.quantize == "fp8" and not is_head:
+            return quantize_fp8(weight.tensors["weight"])
+        if self.quantize in ("int8", "fp8") or (
+            self.quantize == "int4" and (is_head or weight.in_features % INT4_GROUP)
+        ):
             return quantize_int8(weight.tensors["weight"])
         if self.quantize == "int4":
             return quantize_int4(weight.tensors["weight"], INT4_GROUP)

@@ -27,7 +27,14 @@ from torch.nn import functional as F
 
 from ..engine.errors import ModelLoadError
 from ..kernels.activation import gelu
-from ..kernels.attention import PagedBatch, dense_attention, paged_attention, store_kv
+from ..kernels.attention import (
+    PagedBatch,
+    dense_attention,
+    dequantize_rows,
+    paged_attention,
+    row_width,
+    store_kv,
+)
 from ..kernels.linear import embedding, linear
 from . import ctranslate2
 from .loader import WeightSource, check_names, open_weights, read_config
@@ -50,7 +57,8 @@ class WhisperCache:
     """What decoding remembers. Made by `Whisper.new_cache`; a slot's rows above its length are garbage, never read.
 
     self_kv     per layer [S, 2, H, 448, d]
-    cross_kv    per layer [audio slots, 2, H, 1500, d]
+    cross_kv    per layer [audio slots, 2, H, 1500, d]; with `cross_int8` an int8 cache (kernels/attention.py), which
+                makes a step over many windows a fifth shorter
     queries     [S, 448, A, d] cross-attention queries of the alignment heads
     audio_length  [audio slots] positions of the window that count, 1500 but for windows that were cut short
     audio_slot  [S] which window a slot reads; at first its own number (modulo the number of audio slots)
@@ -65,15 +73,17 @@ class WhisperCache:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        cross_int8: bool = False,
     ) -> None:
         self.num_slots = num_slots
         self.num_audio = num_audio
 
-        def make(*shape: int) -> Tensor:
-            return torch.zeros(*shape, config.head_dim, dtype=dtype, device=device)
+        def make(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(*shape, row_width(config.head_dim, dtype), dtype=dtype, device=device)
 
         self.self_kv = [make(num_slots, 2, config.heads, config.num_text_positions) for _ in range(config.layers)]
-        self.cross_kv = [make(num_audio, 2, config.heads, config.num_audio_positions) for _ in range(config.layers)]
+        windows = (num_audio, 2, config.heads, config.num_audio_positions)
+        self.cross_kv = [make(*windows, dtype=torch.int8 if cross_int8 else dtype) for _ in range(config.layers)]
         self.queries = make(num_slots, config.num_text_positions, num_aligned)
         self.audio_length = [config.num_audio_positions] * num_audio
         self.audio_slot = [slot % num_audio for slot in range(num_slots)]
@@ -113,6 +123,7 @@ class Whisper:
         self.alignment_heads = list(rules.alignment_heads)
         self.dtype = reader.dtype
         self.device = reader.device
+        self.cross_int8 = False  # how new caches keep the keys and values of windows
         self._heads_of = [
             torch.tensor([h for at, h in rules.alignment_heads if at == layer], dtype=torch.int64, device=self.device)
             for layer in range(config.layers)
@@ -173,8 +184,10 @@ class Whisper:
 
     # ----------------------------------------------------------------------------------------------------------- cache
 
-    def new_cache(self, num_slots: int, num_audio: int | None = None) -> WhisperCache:
-        """Room for `num_slots` transcripts that read `num_audio` windows (default: one each)."""
+    def new_cache(
+        self, num_slots: int, num_audio: int | None = None, *, cross_int8: bool | None = None
+    ) -> WhisperCache:
+        """Room for `num_slots` transcripts that read `num_audio` windows (default: one each), kept as the cache says."""
         return WhisperCache(
             self.config,
             num_slots,
@@ -182,6 +195,7 @@ class Whisper:
             len(self.alignment_heads),
             dtype=self.dtype,
             device=self.device,
+            cross_int8=self.cross_int8 if cross_int8 is None else cross_int8,
         )
 
     def set_audio(self, cache: WhisperCache, audio_slots: Sequence[int], features: Tensor) -> None:
@@ -189,8 +203,9 @@ class Whisper:
         heads, dim = self.config.heads, self.config.head_dim
         for layer, kv in zip(self._decoder, cache.cross_kv):
             for at, slot in enumerate(audio_slots):
-                pair = layer.cross_kv(features[at]).view(-1, 2, heads, dim)
-                kv[slot, :, :, : pair.shape[0]] = pair.permute(1, 2, 0, 3)
+                k, v = layer.cross_kv(features[at]).view(-1, 2, heads, dim).unbind(1)
+                first = slot * self.config.num_audio_positions
+                store_kv(k, v, kv, torch.arange(first, first + k.shape[0], device=self.device))
         for slot in audio_slots:
             cache.audio_length[slot] = features.shape[1]
 
@@ -244,7 +259,7 @@ class Whisper:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, D] -> fp32 [n, V]."""
-        return linear(hidden, self._embedding).float()
+        return linear(hidden, self._embedding, out_dtype=torch.float32)
 
     def _rows(self, slots: Sequence[int], positions: Sequence[int], cache: WhisperCache) -> _Rows:
         """Index tensors; runs of rows of a slot are the sequences of self attention, runs of a window those of cross."""
@@ -308,11 +323,11 @@ class Whisper:
         queries = cache.queries[slot, start : start + num_tokens].float().transpose(0, 1)  # [A, tokens, d]
         keys = torch.cat(
             [
-                kv[audio, 0, :, :num_frames].index_select(0, heads)
+                dequantize_rows(kv[audio, 0, :, :num_frames].index_select(0, heads))
                 for kv, heads in zip(cache.cross_kv, self._heads_of)
                 if heads.numel()
             ]
-        ).float()
+        )
         return torch.softmax(torch.matmul(queries, keys.transpose(1, 2)) * self.config.head_dim**-0.5, dim=-1)
 
 
@@ -329,8 +344,9 @@ def load_whisper(
 ) -> Whisper:
     """From a transformers directory (safetensors) or a CTranslate2 one (`model.bin`). Raises ModelLoadError.
 
-    `quantize` makes the decoder's float matrices int8 while loading; matrices stored as int8 stay so where the compute
-    type is bfloat16. `invariant` (fp32, C++ kernels): a row's numbers never depend on the other rows.
+    `quantize` makes float matrices int8 while loading (the encoder's only where that is faster: bfloat16 on CPUs, C++
+    kernels); matrices stored as int8 stay so where the compute type is bfloat16. `invariant` (fp32, C++ kernels): a
+    row's numbers never depend on the other rows.
     """
     path = Path(path)
     source: WeightSource

@@ -1,7 +1,7 @@
 """Whisper's parameters: names and shapes (transformers' names), and the layers they are read into.
 
 The decoder's matrices are packed for few rows (kernels/linear.py); the encoder works on 1500 rows at a time, so its
-matrices stay plain and in the compute dtype.
+matrices stay plain and in the compute dtype, unless they are 8-bit ones that the kernels multiply as such.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..kernels.linear import LinearWeight, dequantize, linear
+from ..kernels.linear import LinearWeight, dequantize, linear, multiplies_bytes
 from .parameters import Shapes
 from .weight_reader import Rows, WeightReader
 from .whisper_config import WhisperConfig
@@ -66,7 +66,7 @@ def _norm(shapes: Shapes, name: str, hidden: int) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Affine:
-    """x W^T + b, packed for few rows."""
+    """x W^T + b, packed for few rows or in 8 bits."""
 
     weight: LinearWeight
     bias: Tensor | None
@@ -100,11 +100,11 @@ class LayerNorm:
 @dataclass(frozen=True, slots=True, eq=False)
 class EncoderLayer:
     norm: LayerNorm
-    qkv: Dense
-    out: Dense
+    qkv: Dense | Affine
+    out: Dense | Affine
     ffn_norm: LayerNorm
-    up: Dense
-    down: Dense
+    up: Dense | Affine
+    down: Dense | Affine
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,7 +114,7 @@ class DecoderLayer:
     out: Affine
     cross_norm: LayerNorm
     cross_q: Affine
-    cross_kv: Dense  # runs over 1500 rows, once a window
+    cross_kv: Dense | Affine  # runs over 1500 rows, once a window
     cross_out: Affine
     ffn_norm: LayerNorm
     up: Affine
@@ -134,11 +134,11 @@ def read_encoder_layer(reader: WeightReader, prefix: str) -> EncoderLayer:
     attention = prefix + "self_attn."
     return EncoderLayer(
         norm=read_norm(reader, prefix + "self_attn_layer_norm"),
-        qkv=_dense(reader, [attention + name for name in ("q_proj", "k_proj", "v_proj")]),
-        out=_dense(reader, [attention + "out_proj"]),
+        qkv=_many_rows(reader, [attention + name for name in ("q_proj", "k_proj", "v_proj")]),
+        out=_many_rows(reader, [attention + "out_proj"]),
         ffn_norm=read_norm(reader, prefix + "final_layer_norm"),
-        up=_dense(reader, [prefix + "fc1"]),
-        down=_dense(reader, [prefix + "fc2"]),
+        up=_many_rows(reader, [prefix + "fc1"]),
+        down=_many_rows(reader, [prefix + "fc2"]),
     )
 
 
@@ -150,7 +150,7 @@ def read_decoder_layer(reader: WeightReader, prefix: str) -> DecoderLayer:
         out=_affine(reader, [attention + "out_proj"]),
         cross_norm=read_norm(reader, prefix + "encoder_attn_layer_norm"),
         cross_q=_affine(reader, [cross + "q_proj"]),
-        cross_kv=_dense(reader, [cross + "k_proj", cross + "v_proj"]),
+        cross_kv=_many_rows(reader, [cross + "k_proj", cross + "v_proj"]),
         cross_out=_affine(reader, [cross + "out_proj"]),
         ffn_norm=read_norm(reader, prefix + "final_layer_norm"),
         up=_affine(reader, [prefix + "fc1"]),
@@ -162,6 +162,17 @@ def _affine(reader: WeightReader, names: Sequence[str]) -> Affine:
     packed = reader.matrix([Rows(name) for name in names])
     assert len(packed) == 1, "the matrices of one input have one format"
     return Affine(packed[0], _bias(reader, names))
+
+
+def _many_rows(reader: WeightReader, names: Sequence[str]) -> Dense | Affine:
+    """In 8 bits where the matrices are stored so or `quantize` asks for it, and the kernels gain by it."""
+    if reader.dtype is torch.bfloat16 and reader.device.type == "cpu":
+        before = reader.num_bytes
+        packed = _affine(reader, names)
+        if multiplies_bytes(packed.weight):
+            return packed
+        reader.num_bytes = before
+    return _dense(reader, names)
 
 
 def _dense(reader: WeightReader, names: Sequence[str]) -> Dense:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Unpack, cast, overload
 
@@ -27,6 +27,7 @@ from ..engine.config import EngineConfig, HostConfig
 from ..engine.errors import InvalidRequest, Unavailable, from_info
 from ..engine.frontend.events import TextAborted, TextDelta, TextDone, TextFailed, TextLogprob, TextRequest
 from ..engine.types import SamplingParams
+from .collected import AsyncCollectedStream, Collected, CollectedStream
 from .hub import Hub, default_model
 from .types import ChatOptions, ChatResult, ChatTiming, Message, Prompt, Prompts
 
@@ -78,11 +79,11 @@ class Chat:
 
     def stream(self, prompt: Prompt, **options: Unpack[ChatOptions]) -> ChatStream:
         """Iterate the answer's pieces of text as they come. Raises at once what is wrong with the request."""
-        return ChatStream(self.hub, _request(self.model, prompt, options))
+        return ChatStream(_Answer(self.hub, _request(self.model, prompt, options)))
 
     def stream_async(self, prompt: Prompt, **options: Unpack[ChatOptions]) -> AsyncChatStream:
         """`stream` for `async for`; leaving it early (`aclose`, or the `async with` block's end) aborts the request."""
-        return AsyncChatStream(self.hub, _request(self.model, prompt, options))
+        return AsyncChatStream(_Answer(self.hub, _request(self.model, prompt, options)))
 
     def close(self) -> None:
         if self._owns_hub:
@@ -123,135 +124,34 @@ class Chat:
 # ------------------------------------------------------------------------------------------------------------- streams
 
 
-class _Answer:
-    """One answer on its way: collected on the hub's loop, taken from any thread or loop.
+class _Answer(Collected[str, ChatResult]):
+    """One answer on its way; its pieces are texts, and two of them join to a larger one."""
 
-    Text that nobody has taken yet is joined, so a slow reader gets larger pieces and never holds the engine up.
-    """
+    what = "answer"
 
     def __init__(self, hub: Hub, request: TextRequest) -> None:
-        self.hub = hub
-        self.result: ChatResult | None = None
-        self._text: list[str] = []
-        self._ended = False
-        self._error: BaseException | None = None
-        self._news: asyncio.Event | None = None
-        ready: Future[None] = Future()
-        self._task = hub.start(self._pump(request, ready))
-        ready.result()  # raises what is wrong with the request
+        super().__init__(hub)
+        self._request = request
 
-    async def _pump(self, request: TextRequest, ready: Future[None]) -> None:
-        self._news = asyncio.Event()
+    async def _run(self, ready: Future[None]) -> ChatResult:
         parts = _Parts()
-        try:
-            prepared = await self.hub.text.prepare(request)
-            ready.set_result(None)
-            async for event in self.hub.text.stream(prepared):
-                if text := parts.add(event):
-                    self._text.append(text)
-                    self._news.set()
-            self.result = parts.result()
-        except BaseException as error:
-            self._error = error
-            if not ready.done():
-                ready.set_exception(error)
-            if not isinstance(error, Exception):
-                raise
-        finally:
-            self._ended = True
-            self._news.set()
+        prepared = await self.hub.text.prepare(self._request)
+        ready.set_result(None)
+        async for event in self.hub.text.stream(prepared):
+            if text := parts.add(event):
+                self._put(text)
+        return parts.result()
 
-    async def take(self) -> str | None:
-        """The text since the last take, at least one character; None at the end. Runs on the hub's loop."""
-        assert self._news is not None
-        while not self._text and not self._ended:
-            self._news.clear()
-            await self._news.wait()
-        if self._text:
-            text = "".join(self._text)
-            self._text.clear()
-            return text
-        if self._error is not None and not isinstance(self._error, asyncio.CancelledError):
-            raise self._error
-        return None
-
-    def cancel(self) -> None:
-        self._task.cancel()
+    def _join(self, last: str, new: str) -> str:
+        return last + new
 
 
-class ChatStream:
+class ChatStream(CollectedStream[str, ChatResult]):
     """Pieces of an answer, in order. After the last one `result` holds the whole."""
 
-    def __init__(self, hub: Hub, request: TextRequest) -> None:
-        self._answer = _Answer(hub, request)
 
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        text = self._answer.hub.run(self._answer.take())
-        if text is None:
-            raise StopIteration
-        return text
-
-    @property
-    def result(self) -> ChatResult:
-        return _finished(self._answer)
-
-    def close(self) -> None:
-        """Stop early: the engine forgets the request."""
-        self._answer.cancel()
-
-    def __enter__(self) -> ChatStream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class AsyncChatStream:
+class AsyncChatStream(AsyncCollectedStream[str, ChatResult]):
     """`ChatStream` for `async for`. The request starts with the first piece asked for."""
-
-    def __init__(self, hub: Hub, request: TextRequest) -> None:
-        self._hub = hub
-        self._request = request
-        self._answer: _Answer | None = None
-
-    def __aiter__(self) -> AsyncIterator[str]:
-        return self
-
-    async def __anext__(self) -> str:
-        if self._answer is None:
-            self._answer = await asyncio.to_thread(_Answer, self._hub, self._request)
-        try:
-            text = await self._hub.run_async(self._answer.take())
-        except asyncio.CancelledError:
-            self._answer.cancel()
-            raise
-        if text is None:
-            raise StopAsyncIteration
-        return text
-
-    @property
-    def result(self) -> ChatResult:
-        return _finished(self._answer)
-
-    async def aclose(self) -> None:
-        """Stop early: the engine forgets the request."""
-        if self._answer is not None:
-            self._answer.cancel()
-
-    async def __aenter__(self) -> AsyncChatStream:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-
-def _finished(answer: _Answer | None) -> ChatResult:
-    if answer is None or answer.result is None:
-        raise RuntimeError("the answer is not finished: iterate the stream to its end first")
-    return answer.result
 
 
 # --------------------------------------------------------------------------------------------------- requests, results

@@ -20,7 +20,7 @@ import asyncio
 import difflib
 import os
 import uuid
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any, Unpack, cast, overload
 
@@ -41,6 +41,7 @@ from ..engine.types import (
     Speech,
     TranscribeOptions,
 )
+from .collected import AsyncCollectedStream, Collected, CollectedStream
 from .hub import Hub, default_model
 from .live_pace import LivePace
 from .pcm import RATE, LivePCM, read_pcm
@@ -198,8 +199,10 @@ class _Room:
 # ------------------------------------------------------------------------------------------------------------- streams
 
 
-class _Run:
-    """One transcription on its way: collected on the hub's loop, taken from any thread or loop."""
+class _Run(Collected[TranscriptEvent, Transcript]):
+    """One transcription on its way; partial texts that nobody took join."""
+
+    what = "transcript"
 
     def __init__(
         self,
@@ -208,79 +211,48 @@ class _Run:
         audio: Audio | Iterable[PCM] | None,
         options: TranscriptionOptions,
     ) -> None:
-        """`audio` None: live audio that comes through `push`. Returns once the request is on its way."""
-        self.hub = hub
-        self.result: Transcript | None = None
+        """`audio` None: live audio that comes through `push`."""
+        super().__init__(hub)
         self.duration: float | None = None
-        self._events: list[TranscriptEvent] = []
-        self._ended = False
-        self._error: BaseException | None = None
-        self._news: asyncio.Event | None = None
+        self._model = model
+        self._audio = audio
+        self._options = options
         self._request_id = ""
         self._pcm: LivePCM | None = None
-        self._pace: LivePace | None = None
-        self._sent_s = 0.0
-        ready: Future[None] = Future()
-        self._task = hub.start(self._pump(model, audio, options, ready))
-        try:
-            ready.result()  # raises what is wrong with the request
-        except BaseException:
-            self._task.cancel()
-            raise
-
-    async def _pump(
-        self,
-        model: str,
-        audio: Audio | Iterable[PCM] | None,
-        options: TranscriptionOptions,
-        ready: Future[None],
-    ) -> None:
-        self._news = asyncio.Event()
         self._pace = LivePace()
-        feeder: asyncio.Task[None] | None = None
-        try:
-            source = None if audio is None or _is_whole(audio) else _pieces(audio)
-            live = audio is None or source is not None
-            if live:
-                request = await _live_request(model, options)
-                self._pcm = LivePCM(options.get("sample_rate", RATE))
-            else:
-                request = await _request(model, cast(Audio, audio), options)
-                self.duration = len(request.pcm) / 4 / RATE
-            self._request_id = request.request_id
-            reader = asyncio.ensure_future(self._read(request))
-            try:
-                await asyncio.sleep(0)  # the request leaves before its first audio
-                ready.set_result(None)
-                if source is not None:
-                    feeder = asyncio.create_task(self._pull(source))
-                    await asyncio.wait({reader, feeder}, return_when=asyncio.FIRST_COMPLETED)
-                    if feeder.done():
-                        feeder.result()  # what the caller's own iterator raised
-                await reader
-            finally:
-                reader.cancel()
-        except BaseException as error:
-            self._error = error
-            if not ready.done():
-                ready.set_exception(error)
-            if not isinstance(error, Exception):
-                raise
-        finally:
-            if feeder is not None:
-                feeder.cancel()
-            self._ended = True
-            self._pace.end()
-            self._news.set()
+        self._sent_s = 0.0
+        self._feeder: asyncio.Task[None] | None = None
 
-    async def _read(self, request: AudioRequest) -> None:
+    async def _run(self, ready: Future[None]) -> Transcript:
+        audio, options = self._audio, self._options
+        source = None if audio is None or _is_whole(audio) else _pieces(audio)
+        if audio is None or source is not None:
+            request = await _live_request(self._model, options)
+            self._pcm = LivePCM(options.get("sample_rate", RATE))
+        else:
+            request = await _request(self._model, cast(Audio, audio), options)
+            self.duration = len(request.pcm) / 4 / RATE
+        self._request_id = request.request_id
+        reader = asyncio.ensure_future(self._read(request))
+        try:
+            await asyncio.sleep(0)  # the request leaves before its first audio
+            ready.set_result(None)
+            if source is not None:
+                self._feeder = asyncio.create_task(self._pull(source))
+                await asyncio.wait({reader, self._feeder}, return_when=asyncio.FIRST_COMPLETED)
+                if self._feeder.done():
+                    self._feeder.result()  # what the caller's own iterator raised
+            return await reader
+        finally:
+            reader.cancel()
+
+    async def _read(self, request: AudioRequest) -> Transcript:
         parts = _Parts(request.options)
-        assert self._pace is not None
         async for event in self.hub.client.submit(request):
             self._pace.note(event)
-            if found := parts.add(event):
+            for found in parts.add(event):
                 self._put(found)
-        self.result = parts.result()
+        return parts.result()
 
     async def _pull(self, source: Iterator[PCM]) -> None:
         """Take live audio from an iterator that may block."""
@@ -291,7 +263,7 @@ class _Run:
 
     async def push(self, piece: PCM) -> None:
         """More live audio; waits while the engine is far behind. Runs on the hub's loop."""
-        assert self._pcm is not None and self._pace is not None
+        assert self._pcm is not None
         for pcm in self._pcm.push(piece):
             self._sent_s += len(pcm) / 4 / RATE
             await self._pace.wait(self._sent_s)
@@ -303,73 +275,31 @@ class _Run:
         assert self._pcm is not None
         await self.hub.client.append(self._request_id, [], pcm=self._pcm.finish(), last=True)
 
-    def _put(self, events: list[TranscriptEvent]) -> None:
-        assert self._news is not None
-        for event in events:
-            last = self._events[-1] if self._events else None
-            if isinstance(event, PartialText) and isinstance(last, PartialText):
-                event = PartialText(
-                    committed=last.committed + event.committed, tentative=event.tentative, start=last.start
-                )
-                self._events.pop()
-            self._events.append(event)
-        self._news.set()
+    def _join(self, last: TranscriptEvent, new: TranscriptEvent) -> TranscriptEvent | None:
+        if isinstance(new, PartialText) and isinstance(last, PartialText):
+            return PartialText(committed=last.committed + new.committed, tentative=new.tentative, start=last.start)
+        return None
 
-    async def take(self) -> list[TranscriptEvent]:
-        """What came since the last take, at least one event; nothing at the end. Runs on the hub's loop."""
-        assert self._news is not None
-        while not self._events and not self._ended:
-            self._news.clear()
-            await self._news.wait()
-        if self._events:
-            events, self._events = self._events, []
-            return events
-        if self._error is not None and not isinstance(self._error, asyncio.CancelledError):
-            raise self._error
-        return []
-
-    def cancel(self) -> None:
-        self._task.cancel()
+    def _close(self) -> None:
+        if self._feeder is not None:
+            self._feeder.cancel()
+        self._pace.end()
 
 
-class TranscriptStream:
+class TranscriptStream(CollectedStream[TranscriptEvent, Transcript]):
     """Events of a transcription, in order. After the last one `result` holds the whole."""
 
     def __init__(self, run: _Run) -> None:
+        super().__init__(run)
         self._run = run
-        self._waiting: list[TranscriptEvent] = []  # last first
 
     @property
     def duration(self) -> float | None:
         """Seconds of audio that will be heard; None of live audio."""
         return self._run.duration
 
-    def __iter__(self) -> Iterator[TranscriptEvent]:
-        return self
 
-    def __next__(self) -> TranscriptEvent:
-        if not self._waiting:
-            self._waiting = self._run.hub.run(self._run.take())[::-1]
-        if not self._waiting:
-            raise StopIteration
-        return self._waiting.pop()
-
-    @property
-    def result(self) -> Transcript:
-        return _finished(self._run)
-
-    def close(self) -> None:
-        """Stop early: the engine forgets the request."""
-        self._run.cancel()
-
-    def __enter__(self) -> TranscriptStream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class AsyncTranscriptStream:
+class AsyncTranscriptStream(AsyncCollectedStream[TranscriptEvent, Transcript]):
     """`TranscriptStream` for `async for`. The request starts with the first event asked for."""
 
     def __init__(
@@ -379,72 +309,35 @@ class AsyncTranscriptStream:
         audio: Audio | Iterable[PCM] | AsyncIterable[PCM],
         options: TranscriptionOptions,
     ) -> None:
-        self._hub = hub
-        self._model = model
-        self._audio = audio
-        self._options = options
-        self._run: _Run | None = None
+        # What belongs to the caller's loop is read there.
+        self._source = audio if isinstance(audio, AsyncIterable) else None
+        self._run = _Run(hub, model, None if isinstance(audio, AsyncIterable) else audio, options)
+        super().__init__(self._run)
         self._feeder: asyncio.Task[None] | None = None
-        self._waiting: list[TranscriptEvent] = []  # last first
 
-    def __aiter__(self) -> AsyncIterator[TranscriptEvent]:
-        return self
+    async def _begin(self) -> None:
+        await super()._begin()
+        if self._source is not None:
+            self._feeder = asyncio.create_task(self._feed(self._source))
 
-    async def __anext__(self) -> TranscriptEvent:
-        if self._run is None:
-            await self._start()
-        assert self._run is not None
-        if not self._waiting:
-            try:
-                self._waiting = (await self._hub.run_async(self._run.take()))[::-1]
-            except asyncio.CancelledError:
-                await self.aclose()
-                raise
-        if not self._waiting:
-            if self._feeder is not None and self._feeder.done() and not self._feeder.cancelled():
-                self._feeder.result()  # what the caller's own iterator raised
-            await self.aclose()
-            raise StopAsyncIteration
-        return self._waiting.pop()
-
-    async def _start(self) -> None:
-        if isinstance(self._audio, AsyncIterable):  # it belongs to the caller's loop: read there
-            self._run = await asyncio.to_thread(_Run, self._hub, self._model, None, self._options)
-            self._feeder = asyncio.create_task(self._feed(self._run, self._audio))
-        else:
-            self._run = await asyncio.to_thread(_Run, self._hub, self._model, self._audio, self._options)
-
-    async def _feed(self, run: _Run, source: AsyncIterable[PCM]) -> None:
+    async def _feed(self, source: AsyncIterable[PCM]) -> None:
+        run, hub = self._run, self._run.hub
         try:
             async for piece in source:
-                await self._hub.run_async(run.push(piece))
-            await self._hub.run_async(run.finish())
+                await hub.run_async(run.push(piece))
+            await hub.run_async(run.finish())
         except BaseException:
             run.cancel()
             raise
 
-    @property
-    def result(self) -> Transcript:
-        return _finished(self._run)
+    def _ending(self) -> None:
+        if self._feeder is not None and self._feeder.done() and not self._feeder.cancelled():
+            self._feeder.result()  # what the caller's own iterator raised
 
     async def aclose(self) -> None:
-        """Stop early: the engine forgets the request."""
         if self._feeder is not None:
             self._feeder.cancel()
-        if self._run is not None:
-            self._run.cancel()
-
-    async def __aenter__(self) -> AsyncTranscriptStream:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-
-def _finished(run: _Run | None) -> Transcript:
-    if run is None or run.result is None:
-        raise RuntimeError("the transcript is not finished: iterate the stream to its end first")
-    return run.result
+        await super().aclose()
 
 
 # --------------------------------------------------------------------------------------------------- requests, results

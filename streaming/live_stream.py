@@ -137,12 +137,11 @@ class LiveStream:
 
     def _note(self, event: AnyEvent) -> None:
         heard = 0
-        if isinstance(event, Speech):
-            heard = event.sample
+        if isinstance(event, Speech | Recognized):
+            # Not the mark itself: speech before it may still wait to be decoded, and counts against the engine's limit.
+            heard = int(event.upto * RATE)
         elif isinstance(event, Partial):
             heard = int(event.start * RATE)
-        elif isinstance(event, Recognized) and event.segments:
-            heard = int(event.segments[-1].end * RATE)
         if heard > self._heard:
             self._heard = heard
             self._progress.set()

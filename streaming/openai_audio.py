@@ -1,7 +1,8 @@
 """POST /v1/audio/transcriptions and /v1/audio/translations: a file in a form becomes text in one of six formats.
 
-The file is decoded in a thread, at most `max_decodes` at a time, before the engine sees it; whatever can be wrong with
-a request is found before the status line.
+The file is decoded in a process of its own, at most `max_decodes` at a time. A short one reaches the engine whole, a long one
+piece by piece as it is decoded, so that little of it is here at any time; whatever can be wrong with a request is found
+before the status line.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import asyncio
 import base64
 import binascii
 import contextlib
-import threading
+import tempfile
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
-from typing import BinaryIO, cast
+from typing import IO
 
 from msgspec.structs import replace
 
@@ -29,7 +30,7 @@ from ..engine.types import (
     Segment,
     TranscribeOptions,
 )
-from ..pipelines.media import DecodingStopped, Encoding, MediaLimits, decode_pcm
+from ..pipelines.media import Encoding, MediaLimits
 from ..pipelines.subtitles import to_srt, to_vtt
 from .audio_words import (
     AnyTranscription,
@@ -56,7 +57,7 @@ from .service import Service
 
 FILE = "file"
 _WHOLE_FLOATS = 4 * 1024 * 1024  # bytes of a file up to which its samples stay float32; longer ones travel as 16 bits
-_MAX_PCM_BYTES = 500 * 1024 * 1024  # what one message to the engine holds
+_WHOLE_PCM = 4 * 1024 * 1024  # bytes of PCM up to which an audio goes to the engine in one message
 _REFERENCE_S = (2.0, 10.0)  # of a known speaker's voice
 _LADDER_STEP = 0.2  # between two temperatures
 
@@ -178,21 +179,39 @@ def _ladder(temperature: float | None) -> tuple[float, ...]:
     return tuple(steps)
 
 
-async def _decode(service: Service, source: BinaryIO | bytes, *, max_s: float, encoding: Encoding) -> bytes:
-    """A sound file as PCM, in a thread. When the request ends, the thread is told and waited for."""
+async def _decoded(
+    service: Service, source: IO[bytes], *, max_s: float, encoding: Encoding
+) -> AsyncGenerator[bytes, None]:
+    """A sound file as PCM, piece by piece. Raises InvalidRequest, maybe after some pieces."""
     limits = MediaLimits(
-        max_input_bytes=service.config.max_upload_bytes, max_seconds=max_s, max_pcm_bytes=_MAX_PCM_BYTES
+        max_input_bytes=service.config.max_upload_bytes, max_seconds=max_s, max_pcm_bytes=int((max_s + 1) * RATE * 4)
     )
-    stop = threading.Event()
     async with service.decodes:
-        work = asyncio.ensure_future(asyncio.to_thread(decode_pcm, source, limits, encoding=encoding, stop=stop.is_set))
-        try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            stop.set()
-            with contextlib.suppress(DecodingStopped, InvalidRequest):
-                await work
-            raise
+        async with contextlib.aclosing(service.decoder.decode(source, limits, encoding=encoding)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+
+async def _uploaded(service: Service, form: Form, *, encoding: Encoding) -> AsyncGenerator[bytes, None]:
+    """`_decoded` of a form's file, which is let go of as soon as it is read."""
+    assert form.file is not None
+    try:
+        decoded = _decoded(service, form.file, max_s=service.config.max_audio_s, encoding=encoding)
+        async with contextlib.aclosing(decoded) as pieces:
+            async for piece in pieces:
+                yield piece
+    finally:
+        form.close()
+
+
+async def _up_to(pieces: AsyncGenerator[bytes, None], num_bytes: int) -> tuple[bytes, bool]:
+    """The first pieces, until there are so many bytes of them; and whether that is all."""
+    kept = bytearray()
+    async for piece in pieces:
+        kept += piece
+        if len(kept) >= num_bytes:
+            return bytes(kept), False
+    return bytes(kept), True
 
 
 async def _known_speakers(service: Service, job: Job) -> tuple[tuple[str, bytes], ...]:
@@ -206,7 +225,11 @@ async def _known_speakers(service: Service, job: Job) -> tuple[tuple[str, bytes]
             )
         try:
             sound = base64.b64decode(data, validate=True)
-            pcm = await _decode(service, sound, max_s=_REFERENCE_S[1] + 0.5, encoding="f32")
+            with tempfile.TemporaryFile() as file:
+                file.write(sound)
+                file.flush()
+                pieces = _decoded(service, file, max_s=_REFERENCE_S[1] + 0.5, encoding="f32")
+                pcm = b"".join([piece async for piece in pieces])
         except (binascii.Error, InvalidRequest) as error:
             why = error.message if isinstance(error, InvalidRequest) else "not base64"
             raise InvalidRequest(f"known_speaker_references: {why}", param="known_speaker_references") from None
@@ -309,19 +332,22 @@ async def _recognize(exchange: Exchange, job: Job, form: Form) -> None:
     ticket = service.admission.admit(1, 0)
     try:
         await client.load(model.id)
-        assert form.file is not None
         encoding: Encoding = "f32" if form.file_bytes <= _WHOLE_FLOATS else "s16"
-        pcm = await _decode(service, cast(BinaryIO, form.file), max_s=service.config.max_audio_s, encoding=encoding)
-        form.close()
         options = job.options
         if job.speakers:
             options = replace(options, known_speakers=await _known_speakers(service, job))
-        request = AudioRequest(request_id=new_id("asr"), model=model.id, options=options, pcm=pcm, encoding=encoding)
-        del pcm
+        request = AudioRequest(request_id=new_id("asr"), model=model.id, options=options, encoding=encoding)
         exchange.engine_ids.append(request.request_id)
         found = _Recognition(job)
-        started = time.perf_counter()
-        async with contextlib.aclosing(_events(exchange, request, streamed=job.stream)) as events:
+        async with contextlib.AsyncExitStack() as stack:
+            pieces = await stack.enter_async_context(contextlib.aclosing(_uploaded(service, form, encoding=encoding)))
+            request.pcm, whole = await _up_to(pieces, _WHOLE_PCM)
+            request.in_pieces = not whole
+            started = time.perf_counter()
+            rest = pieces if request.in_pieces else None
+            events = await stack.enter_async_context(
+                contextlib.aclosing(_events(exchange, request, rest, streamed=job.stream))
+            )
             async for event in events:
                 request.pcm = b""  # the engine has it
                 if isinstance(event, Recognized):
@@ -346,19 +372,28 @@ async def _recognize(exchange: Exchange, job: Job, form: Form) -> None:
         ticket.leave()
 
 
-async def _events(exchange: Exchange, request: AudioRequest, *, streamed: bool) -> AsyncGenerator[AnyEvent, None]:
-    """The engine's events; raises for its errors. A stream that would be silent for long is started and kept alive."""
+async def _events(
+    exchange: Exchange, request: AudioRequest, rest: AsyncIterator[bytes] | None, *, streamed: bool
+) -> AsyncGenerator[AnyEvent, None]:
+    """The engine's events, once it has the `rest` of the audio; raises for its errors.
+
+    A stream that would be silent for long is started and kept alive.
+    """
     metrics, stream = exchange.service.metrics, exchange.service.client.submit(request)
     pending: asyncio.Future[AnyEvent | None] | None = None
     try:
-        while True:
+        if rest is not None:
             pending = asyncio.ensure_future(_next(stream))
+            await asyncio.sleep(0)  # the request leaves before the rest of its audio
+            await _feed(exchange.service, request.request_id, rest, pending)
+        while True:
+            pending = pending or asyncio.ensure_future(_next(stream))
             while not (await asyncio.wait({pending}, timeout=exchange.service.config.sse_keep_alive_s))[0]:
                 if streamed:
                     if not exchange.streaming:
                         await exchange.start_stream()
                     await exchange.write(KEEP_ALIVE)
-            event = pending.result()
+            event, pending = pending.result(), None
             if event is None:
                 return
             if isinstance(event, Failed):
@@ -377,6 +412,17 @@ async def _events(exchange: Exchange, request: AudioRequest, *, streamed: bool) 
             await asyncio.wait({pending})
         if isinstance(stream, AsyncGenerator):
             await stream.aclose()
+
+
+async def _feed(
+    service: Service, request_id: str, pieces: AsyncIterator[bytes], first_event: asyncio.Future[AnyEvent | None]
+) -> None:
+    """Send the audio on as it is decoded; stops when the request has ended before its time."""
+    async for piece in pieces:
+        if first_event.done():
+            return
+        await service.client.append(request_id, [], pcm=piece)
+    await service.client.append(request_id, [], last=True)
 
 
 async def _next(events: AsyncIterator[AnyEvent]) -> AnyEvent | None:

@@ -29,8 +29,6 @@ from .session import SocketSession
 _MIN_COMMIT = RATE // 10  # samples
 _MAX_FAILURES = 3
 _MAX_TURNS = 8  # of one session that are not finished; more audio waits
-_LATE_S = 2.0  # after which a text that ends early is taken as the whole
-_NEAR = RATE  # samples by which times of segments may be off when they are matched with items
 _decode = msgspec.json.Decoder(ClientEvent).decode
 _TRANSCRIPTION = "conversation.item.input_audio_transcription"
 _ITEM_ERRORS = {
@@ -328,7 +326,7 @@ class RealtimeSession(SocketSession):
             middle = turn.start + int((segment.start + segment.end) / 2 * RATE)
             if (item := turn.item_at(middle)) is not None:
                 parts[item.id] = parts.get(item.id, "") + segment.text
-        last = turn.start + int(max((segment.end for segment in event.segments), default=0.0) * RATE)
+        complete = turn.start + round(event.upto * RATE)  # no more text will come for what was said before
         for item in list(turn.items):
             part = parts.get(item.id, "")
             if part:
@@ -339,10 +337,8 @@ class RealtimeSession(SocketSession):
                 item.sent_of_part = ""
             if item.stop is None or not item.committed or turn.manual or item is turn.closing:
                 continue
-            if part and last >= item.stop - _NEAR:
+            if complete >= item.stop:
                 self._complete(turn, item)
-            elif part or (not event.segments and item is turn.items[0]):  # more may follow, or the rest was no speech
-                self.start(self._complete_late(turn, item, item.final))
 
     def _send_delta(self, item: Item, text: str) -> None:
         text = text if item.sent else text.lstrip()
@@ -356,12 +352,6 @@ class RealtimeSession(SocketSession):
                 item.stop = self.num_samples
             if not item.committed and not item.discarded:
                 self._commit_item(item)
-            self._complete(turn, item)
-
-    async def _complete_late(self, turn: _Turn, item: Item, final: str) -> None:
-        """Complete an item whose text ends before its speech did, when nothing more has come for it."""
-        await asyncio.sleep(_LATE_S)
-        if item in turn.items and item.final == final:
             self._complete(turn, item)
 
     def _complete(self, turn: _Turn, item: Item) -> None:

@@ -92,6 +92,7 @@ async def serve(
             watch.cancel()
             server.should_exit = True
             await asyncio.wait({serving})
+            await service.decoder.close()
 
 
 async def _start(

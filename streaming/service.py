@@ -13,6 +13,7 @@ from ..engine.client import EngineClient
 from ..engine.errors import InvalidRequest, ModelNotFound, MotetError, Overloaded, Unavailable
 from ..engine.frontend.text import TextFrontend
 from ..engine.metrics import Metrics
+from ..pipelines.decoder_process import DecoderProcess
 from .admission import Admission
 from .config import DEFAULT_MODEL, ServedModel, ServerConfig
 from .exchange import Exchange
@@ -42,6 +43,7 @@ class Service:
         self.sessions: set[SocketSession] = set()  # open WebSockets
         self.upload_bytes = 0  # held for the requests being worked on
         self.decodes = asyncio.Semaphore(config.max_decodes)
+        self.decoder = DecoderProcess()
         self.max_model_lens: dict[str, int] = {}  # of models used so far
         self._aborts: set[asyncio.Task[None]] = set()
         self._models = {model.id: model for model in config.models}

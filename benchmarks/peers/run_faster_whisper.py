@@ -13,6 +13,7 @@ Then it takes the commands
 
 where the file holds float32 samples, 16 kHz mono, and nothing else. Further keys: "batch_size" (8, batched only),
 "beam_size" (1), "language" ("en"; null detects), "vad" (true), "word_timestamps" (false), "temperatures" (the library's list),
+"carry_text" (true; sequential only: a window's text conditions the next one's),
 "timestamps" (true; batched only: off is the library's default and gives no segments within a chunk). The answer is one
 line, `{"seconds": s, "audio_seconds": s, "text": ..., "language": ..., "segments": [[start, end, text], ...]}`, where the
 seconds count from samples in memory to the last segment; a bad command is answered by `{"error": ...}`.
@@ -68,6 +69,8 @@ class Engine:
             options["batch_size"] = int(command.get("batch_size", 8))
             options["without_timestamps"] = not command.get("timestamps", True)
             transcribe = self.batched.transcribe
+        else:
+            options["condition_on_previous_text"] = bool(command.get("carry_text", True))
         began = time.perf_counter()
         found, about = transcribe(pcm, **options)
         segments = [[segment.start, segment.end, segment.text] for segment in found]  # runs as it is read

@@ -1,6 +1,7 @@
 """Keys of KV blocks: a chain of digests over token ids and everything else that K and V depend on.
 
-key_i = blake2b(key_{i-1}, ids of block i, typed extras that touch block i). The root holds model, weight epoch and salt.
+key_i = blake2b(key_{i-1}, ids of block i, typed extras that touch block i). The root holds model, weight epoch, salt and, of
+a quantized cache, its format.
 Extras are typed ("salt", "embeds", "lora"), so that a salt can never equal an adapter's name.
 """
 
@@ -15,10 +16,11 @@ from ..types import EmbeddingSpan
 DIGEST_BYTES = 16
 
 
-def root_key(*, model: str, weight_epoch: int, cache_salt: str) -> bytes:
-    """The parent of a sequence's first block."""
+def root_key(*, model: str, weight_epoch: int, cache_salt: str, kv_dtype: str = "") -> bytes:
+    """The parent of a sequence's first block. `kv_dtype` is empty unless the cache is quantized."""
     h = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    for kind, value in (("model", model), ("epoch", str(weight_epoch)), ("salt", cache_salt)):
+    parts = [("model", model), ("epoch", str(weight_epoch)), ("salt", cache_salt)]
+    for kind, value in (*parts, *([("kv", kv_dtype)] if kv_dtype else [])):
         data = value.encode()
         h.update(f"{kind}:{len(data)}:".encode())
         h.update(data)

@@ -21,13 +21,14 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     head_dim: int
     dtype: str
+    scale_bytes: int = 0  # of a quantized cache: each row of head_dim values ends with its scale (fp32, so 4)
     tp_rank: int = 0
     tp_size: int = 1
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """Shape of a canonical page."""
-        return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+        """Shape of a canonical page, in elements of dtype (a byte each where there are scales)."""
+        return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim + self.scale_bytes)
 
     @property
     def digest(self) -> bytes:

@@ -25,7 +25,9 @@ std::tuple<Tensor, Tensor> paged_attention(const Tensor& q, const Tensor& kv, co
   TORCH_CHECK(q.dim() == 3 && kv.dim() == 5 && kv.size(1) == 2,
               "paged_attention: expected q [R, H, D] and kv [N, 2, K, T, D]");
   const int64_t rows = q.size(0), heads = q.size(1), dim = q.size(2), kv_heads = kv.size(2);
-  TORCH_CHECK(kv.size(4) == dim && heads % kv_heads == 0, "paged_attention: q is ", q.sizes(), ", kv is ", kv.sizes());
+  const Type kv_type = cache_type_of(kv);
+  TORCH_CHECK(kv.size(4) == cache_width(kv_type, dim) && heads % kv_heads == 0, "paged_attention: q is ", q.sizes(),
+              ", kv is ", kv.sizes(), " of ", kv.scalar_type());
   TORCH_CHECK(q.stride(2) == 1 && kv.stride(4) == 1, "paged_attention: head dims must be contiguous");
   TORCH_CHECK(tables.scalar_type() == at::kInt && tables.dim() == 2 && (tables.size(1) <= 1 || tables.stride(1) == 1),
               "paged_attention: expected int32 tables [S, B]");
@@ -39,7 +41,7 @@ std::tuple<Tensor, Tensor> paged_attention(const Tensor& q, const Tensor& kv, co
   a.q = bytes(q), a.q_row = q.stride(0), a.q_head = q.stride(1), a.q_type = type_of(q);
   a.kv = bytes(kv), a.kv_block = kv.stride(0), a.kv_part = kv.stride(1), a.kv_head = kv.stride(2),
   a.kv_token = kv.stride(3);
-  a.kv_type = type_of(kv);
+  a.kv_type = kv_type;
   a.tables = tables.const_data_ptr<int32_t>(), a.table_stride = tables.stride(0);
   a.position = position.const_data_ptr<int64_t>();  // of [3, R] the first axis
   a.num_visible = num_visible.const_data_ptr<int64_t>();
@@ -109,12 +111,12 @@ std::tuple<Tensor, Tensor> paged_attention(const Tensor& q, const Tensor& kv, co
       float total = sum[i], factor = 1.0f, peak = top[i];
       if (sink_values) {
         peak = std::max(top[i], sink_values[head]);
-        factor = total > 0 ? std::exp(top[i] - peak) : 0.0f;
+        factor = total != 0 ? std::exp(top[i] - peak) : 0.0f;
         total = total * factor + std::exp(sink_values[head] - peak);
       }
-      cpu.finish(a.q_type, dim, mix + i * width, total > 0 ? factor / total : 0.0f,
+      cpu.finish(a.q_type, dim, mix + i * width, total != 0 ? factor / total : 0.0f,
                  outs + (row * heads + head) * dim * out_size);
-      if (lses) lses[row * heads + head] = total > 0 ? peak + std::log(total) : -INFINITY;
+      if (lses) lses[row * heads + head] = total != 0 ? peak + std::log(total) : -INFINITY;
     }
   };
   auto results_size = [&](const Tile& tile) { return (tile.part.row_end - tile.part.row_begin) * group * (width + 2); };
@@ -165,5 +167,15 @@ std::tuple<Tensor, Tensor> paged_attention(const Tensor& q, const Tensor& kv, co
 }
 
 }  // namespace
+
+std::tuple<Tensor, Tensor> motet::paged_attention(const Tensor& q, const Tensor& kv, const Tensor& tables,
+                                                  const Tensor& position, const Tensor& num_visible,
+                                                  const Tensor& row_starts, const std::optional<Tensor>& ancestors,
+                                                  const std::optional<Tensor>& tree_starts,
+                                                  const std::optional<Tensor>& sinks, double scale, int64_t window,
+                                                  double soft_cap, bool want_lse) {
+  return ::paged_attention(q, kv, tables, position, num_visible, row_starts, ancestors, tree_starts, sinks, scale, window,
+                           soft_cap, want_lse);
+}
 
 TORCH_LIBRARY_IMPL(motet_cpu, CPU, m) { m.impl("paged_attention", &paged_attention); }

@@ -23,8 +23,9 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).resolve().parent
-OPERATORS = ("ops.cpp", "attention.cpp", "dense.cpp", "linear.cpp")  # compiled once, with torch's headers
-SOURCES = (*OPERATORS, "table.cpp", "ops.h", "attend.h", "dense.h", "rows.h", "vector.h", "kernels.h")
+OPERATORS = ("ops.cpp", "attention.cpp", "dense.cpp", "linear.cpp", "layers.cpp")  # compiled once, with torch's headers
+HEADERS = ("ops.h", "attend.h", "pairs.h", "turn.h", "dense.h", "rows.h", "vector.h", "kernels.h", "gemm.h")
+SOURCES = (*OPERATORS, "table.cpp", "int8.cpp", *HEADERS)
 KERNEL_FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 OPS_FLAGS = ("-O2", "-Wno-psabi", "-Wno-unknown-pragmas")
 COMMON_FLAGS = ("-std=c++20", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-g0")
@@ -41,9 +42,22 @@ def instruction_sets(machine: str) -> dict[str, tuple[str, ...]]:
             "plain": (),
             "avx2": ("-mavx2", "-mfma"),
             "avx512": avx512,
-            "avx512bf16": (*avx512, "-mavx512bf16"),
+            "avx512bf16": (*avx512, "-mavx512bf16", "-mavx512vnni"),
         }
     return {"plain": ()}
+
+
+def int8_instruction_sets(machine: str) -> dict[str, tuple[str, ...]]:
+    """The same for int8.cpp, to which only the instructions that multiply bytes matter.
+
+    Products and sums stay apart where they are written apart, so that every set rounds activations to the same steps.
+    """
+    apart = ("-ffp-contract=off",)
+    if machine in ("x86_64", "AMD64"):
+        avx2 = (*apart, "-mavx2", "-mfma", "-mf16c")
+        avx512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mprefer-vector-width=512")
+        return {"plain": apart, "avx2": avx2, "avxvnni": (*avx2, "-mavxvnni"), "avx512vnni": (*avx2, *avx512)}
+    return {"plain": apart}
 
 
 def library_name() -> str:
@@ -51,7 +65,7 @@ def library_name() -> str:
     digest = hashlib.sha256()
     for name in SOURCES:
         digest.update((HERE / name).read_bytes())
-    sets = instruction_sets(platform.machine())
+    sets = (instruction_sets(platform.machine()), int8_instruction_sets(platform.machine()))
     digest.update(repr((torch.__version__, platform.machine(), sets, KERNEL_FLAGS, OPS_FLAGS, COMMON_FLAGS)).encode())
     return f"motet_cpu-{digest.hexdigest()[:16]}.so"
 
@@ -111,10 +125,15 @@ def _compile(cxx: str, work: Path, target: Path, verbose: bool) -> None:
         optimize = KERNEL_FLAGS if source == "linear.cpp" else OPS_FLAGS  # linear.cpp holds its own kernels
         made = str(work / f"{source}.o")
         commands.append([cxx, *COMMON_FLAGS, *optimize, abi, *include, "-c", str(HERE / source), "-o", made])
-    for name, flags in instruction_sets(platform.machine()).items():
-        names = (f"-DMOTET_TABLE=table_{name}", f'-DMOTET_NAME="{name}"')
-        source, made = str(HERE / "table.cpp"), str(work / f"{name}.o")
-        commands.append([cxx, *COMMON_FLAGS, *KERNEL_FLAGS, *flags, *names, "-c", source, "-o", made])
+    kinds = (
+        ("table", "table.cpp", instruction_sets(platform.machine())),
+        ("int8", "int8.cpp", int8_instruction_sets(platform.machine())),
+    )
+    for kind, source, sets in kinds:
+        for name, flags in sets.items():
+            names = (f"-DMOTET_TABLE={kind}_{name}", f'-DMOTET_NAME="{name}"')
+            made = str(work / f"{kind}_{name}.o")
+            commands.append([cxx, *COMMON_FLAGS, *KERNEL_FLAGS, *flags, *names, "-c", str(HERE / source), "-o", made])
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda command: _run(command, verbose), commands))
     objects = [command[-1] for command in commands]

@@ -7,13 +7,16 @@
 
 namespace motet {
 
-enum class Type : int { fp32 = 0, bf16 = 1 };
+enum class Type : int { fp32 = 0, bf16 = 1, int8 = 2 };  // int8 only for caches, see Attention
+
+// A row of an int8 cache is D values and then their scale, an fp32 number at any address: value * scale is what was stored.
+constexpr int64_t kScaleBytes = 4;
 
 // Attention of one step over one layer's cache. Strides count elements.
 struct Attention {
   const void* q;  // [R, H, D], last dimension contiguous
   int64_t q_row, q_head;
-  const void* kv;  // [N, 2, K, T, D], last dimension contiguous
+  const void* kv;  // [N, 2, K, T, D], or [.., D + kScaleBytes] of int8; last dimension contiguous
   int64_t kv_block, kv_part, kv_head, kv_token;
   Type q_type, kv_type;
   const int32_t* tables;  // [S, B]
@@ -37,7 +40,8 @@ constexpr int64_t kChunk = 256;  // kv indices per softmax; a row's chunks are m
 constexpr int64_t padded_dim(int64_t dim) { return (dim + 31) / 32 * 32; }
 // Floats of scratch that attend needs for a part of num_queries = rows * H / K.
 constexpr int64_t attend_scratch(int64_t num_queries, int64_t dim) {
-  return num_queries * (padded_dim(dim) + kChunk) + 16 * padded_dim(dim) * 2 + 64 * padded_dim(dim) + 2 * kChunk + 64;
+  return num_queries * (padded_dim(dim) + kChunk + 1) + 16 * padded_dim(dim) * 2 + 64 * padded_dim(dim) + 32 * kChunk +
+         4 * kChunk + 128;
 }
 
 // Attention of all rows over all rows of their window, everything bf16. Strides count elements.
@@ -74,6 +78,8 @@ struct Table {
   void (*rotate)(Type type, Type out_type, int64_t dim, int64_t half, const void* x, const float* cos, const float* sin,
                  bool interleaved, void* y);
   void (*convert)(Type type, Type out_type, int64_t n, const void* x, void* y);
+  // One row of an int8 cache: y = x * 127 / max |x| rounded to even, then the scale. NaN and inf make the scale NaN.
+  void (*quantize)(Type type, int64_t n, const void* x, void* y);
   // Lowest id of the largest value; NaN never wins.
   int64_t (*argmax)(const float* x, int64_t n, float* value);
   // Lowest index of the largest x[i] / divisor + gumbel(key, ids ? ids[i] : i).

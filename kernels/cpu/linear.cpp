@@ -1,16 +1,17 @@
-// Linear layers over quantized weights, for few rows: decode is bound by reading the weights, so they stay small.
+// Linear layers over packed weights: decode is bound by reading them, so they stay small.
 //
-// Layout "rows16": a tile is 16 output features, one per 32-bit lane. Inputs go in blocks of 32, a block in 16 pairs of
-// neighbours. A vector holds one pair of all 16 features, as 32 words (feature 0 even, feature 0 odd, feature 1 even ...),
-// which is what VDPBF16PS multiplies with one broadcast pair of activations. No sum across lanes is ever needed.
+// Layout "rows16": a tile is 16 output features, one per 32-bit lane. Inputs go in blocks of 32. No sum across lanes is
+// ever needed.
 //
-//   4 bits: u8 [tiles, blocks, 4, 64]: 4 vectors of 32 words; nibble n of vector j is pair 4 j + n.
-//   8 bits: i8 [tiles, blocks, 16, 32]: 16 half vectors of 32 signed bytes.
-//   16 bits: bf16 [tiles, blocks, 16, 32]: the vectors themselves; no scale.
+//   4 bits: u8 [tiles, blocks, 4, 64]: 4 vectors of 32 words (feature 0 even, feature 0 odd, feature 1 even ...); nibble n
+//     of the words of vector j holds the neighbours 2 (4 j + n) and 2 (4 j + n) + 1. Read as bytes, the low nibbles of
+//     vector j are inputs 8 j + {0, 4, 1, 5} of each feature and the high ones 8 j + {2, 6, 3, 7}.
+//   8 bits: i8 [tiles, blocks, 8, 64]: vector j holds inputs 4 j .. 4 j + 3 of each feature.
+//   16 bits: bf16 [tiles, blocks, 16, 32]: vector j holds inputs 2 j, 2 j + 1 of each feature; no scale.
 //   scale, minimum: fp16 or fp32 [tiles, groups, 16]; a group is one or more blocks. value = scale * (q - zero) + minimum
 //
-// Small integers are exact in bf16, products are summed in fp32 and scaled once per block: the only roundings are those
-// of the activations (given in bf16) and of the result. Out is padded to whole tiles with zeros.
+// 4 and 8 bits meet activations rounded to 8 bits (int8.cpp). 16 bits are multiplied as they are, bf16 by bf16 into fp32
+// (VDPBF16PS). Out is padded to whole tiles with zeros.
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -29,26 +30,16 @@
 #include <string>
 #include <vector>
 
+#include "gemm.h"
+#include "ops.h"
+
 namespace {
 
-constexpr int64_t kTile = 16;    // output features of a tile
-constexpr int64_t kBlock = 32;   // inputs of a block
+using motet::kBlock;
+using motet::kTile;
+using motet::Weight;
+
 constexpr int64_t kPairs = kBlock / 2;
-
-struct Weight {
-  const uint8_t* quants;
-  const void* scale;
-  const void* minimum;  // null: none
-  bool half;            // scale and minimum are fp16, else fp32
-  int bits;
-  int zero;
-  int64_t out, in, tiles, blocks, groups, blocks_per_group;
-
-  int64_t block_bytes() const { return bits * kTile * kBlock / 8; }
-};
-
-template <int kBits>
-constexpr int64_t kBlockBytes = kBits * kTile * kBlock / 8;
 
 Weight describe(const at::Tensor& quants, const std::optional<at::Tensor>& scale, const std::optional<at::Tensor>& minimum,
                 int64_t bits, int64_t zero, int64_t out) {
@@ -101,74 +92,26 @@ float factor(const Weight& w, const void* table, int64_t tile, int64_t group, in
 float quant(const Weight& w, const uint8_t* block, int64_t k, int64_t lane) {
   const int64_t pair = k / 2, word = 2 * lane + k % 2;
   if (w.bits == 16) return float_of(reinterpret_cast<const uint16_t*>(block)[pair * 32 + word]);
-  if (w.bits == 8) return static_cast<float>(reinterpret_cast<const int8_t*>(block)[pair * 32 + word]) - static_cast<float>(w.zero);
+  if (w.bits == 8) return static_cast<float>(reinterpret_cast<const int8_t*>(block)[k / 4 * 64 + 4 * lane + k % 4] - w.zero);
   const int64_t vector = pair / 4, nibble = pair % 4;
   const uint8_t byte = block[vector * 64 + word * 2 + nibble / 2];
   return static_cast<float>(((byte >> (4 * (nibble % 2))) & 15) - w.zero);
 }
 
-// Sums of each block of each row, for the minimum's share of the product. x [rows, in] bf16 -> [rows, blocks].
-std::vector<float> block_sums(const uint16_t* x, int64_t rows, int64_t blocks) {
-  std::vector<float> sums(static_cast<size_t>(rows * blocks));
-  for (int64_t i = 0; i < rows * blocks; ++i) {
-    float total = 0;
-    for (int64_t k = 0; k < kBlock; ++k) total += float_of(x[i * kBlock + k]);
-    sums[static_cast<size_t>(i)] = total;
-  }
-  return sums;
-}
+// ---------------------------------------------------------------------------------------------------- 16-bit weights
 
-// ------------------------------------------------------------------------------------------------- any other processor
-
-// The loops over 16 lanes are what the compiler vectorizes. acc [num_tiles][rows][16].
-__attribute__((always_inline)) inline void any_tiles(const Weight& w, const uint16_t* x, const float* sums, int64_t rows,
-                                                     int64_t tile, int64_t num_tiles, float* acc) {
-  float scale[kTile], minimum[kTile], q[kTile];
+// acc [num_tiles][rows][16]. The loops over 16 lanes are what the compiler vectorizes.
+void plain_tiles(const Weight& w, const uint16_t* x, int64_t rows, int64_t tile, int64_t num_tiles, float* acc) {
   std::memset(acc, 0, sizeof(float) * static_cast<size_t>(num_tiles * rows * kTile));
   for (const int64_t end = tile + num_tiles; tile < end; ++tile, acc += rows * kTile) {
-    for (int64_t b = 0; b < w.blocks; ++b) {
-      const uint8_t* block = w.quants + (tile * w.blocks + b) * w.block_bytes();
-      const int64_t group = b / w.blocks_per_group;
-      for (int64_t i = 0; i < kTile; ++i) {
-        scale[i] = w.scale ? factor(w, w.scale, tile, group, i) : 1.0f;
-        minimum[i] = w.minimum ? factor(w, w.minimum, tile, group, i) : 0.0f;
+    const uint16_t* words = reinterpret_cast<const uint16_t*>(w.quants + tile * w.blocks * w.block_bytes());
+    for (int64_t k = 0; k < w.in; ++k)
+      for (int64_t r = 0; r < rows; ++r) {
+        const float value = float_of(x[r * w.in + k]);
+        for (int64_t i = 0; i < kTile; ++i) acc[r * kTile + i] += value * float_of(words[k / 2 * 32 + 2 * i + k % 2]);
       }
-      for (int64_t k = 0; k < kBlock; ++k) {
-        const int64_t pair = k / 2;
-        if (w.bits == 16) {
-          const uint16_t* words = reinterpret_cast<const uint16_t*>(block) + pair * 32 + k % 2;
-          for (int64_t i = 0; i < kTile; ++i) q[i] = float_of(words[2 * i]);
-        } else if (w.bits == 8) {
-          const int8_t* bytes = reinterpret_cast<const int8_t*>(block) + pair * 32 + k % 2;
-          for (int64_t i = 0; i < kTile; ++i) q[i] = scale[i] * static_cast<float>(bytes[2 * i] - w.zero);
-        } else {
-          const uint8_t* bytes = block + pair / 4 * 64 + 2 * (k % 2) + pair % 4 / 2;
-          const int shift = 4 * static_cast<int>(pair % 2);
-          for (int64_t i = 0; i < kTile; ++i) q[i] = scale[i] * static_cast<float>(((bytes[4 * i] >> shift) & 15) - w.zero);
-        }
-        for (int64_t r = 0; r < rows; ++r) {
-          const float value = float_of(x[r * w.in + b * kBlock + k]);
-          for (int64_t i = 0; i < kTile; ++i) acc[r * kTile + i] += q[i] * value;
-        }
-      }
-      if (w.minimum)
-        for (int64_t r = 0; r < rows; ++r)
-          for (int64_t i = 0; i < kTile; ++i) acc[r * kTile + i] += minimum[i] * sums[r * w.blocks + b];
-    }
   }
 }
-
-void plain_tiles(const Weight& w, const uint16_t* x, const float* sums, int64_t rows, int64_t tile, int64_t num_tiles, float* acc) {
-  any_tiles(w, x, sums, rows, tile, num_tiles, acc);
-}
-#if defined(__x86_64__)
-__attribute__((target("avx2,fma,f16c"))) void avx2_tiles(const Weight& w, const uint16_t* x, const float* sums, int64_t rows,
-                                                         int64_t tile, int64_t num_tiles, float* acc) {
-  any_tiles(w, x, sums, rows, tile, num_tiles, acc);
-}
-#endif
-
-// ------------------------------------------------------------------------------------------------------- AVX-512 BF16
 
 #if defined(__x86_64__)
 #define MOTET_BF16_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,f16c,avx2,fma")))
@@ -186,42 +129,9 @@ MOTET_BF16_INLINE __m512bh broadcast_pair(const uint16_t* x) {
   return (__m512bh)_mm512_set1_epi32(pair);
 }
 
-// Pair `kPair` of a block as 32 bf16, whole numbers. The table of 4 bits repeats after 16, so that the fifth bit of an
-// index, which is its neighbour's, does not matter.
-template <int kBits, int kPair>
-MOTET_BF16_INLINE __m512bh load_pair(const uint8_t* block, __m512i table) {
-  if constexpr (kBits == 16) {
-    return (__m512bh)_mm512_loadu_si512(block + kPair * 64);
-  } else if constexpr (kBits == 8) {
-    const __m128i* bytes = reinterpret_cast<const __m128i*>(block + kPair * 32);
-    const __m512 low = _mm512_maskz_cvtepi32_ps(0xffff, _mm512_cvtepi8_epi32(_mm_loadu_si128(bytes)));
-    const __m512 high = _mm512_maskz_cvtepi32_ps(0xffff, _mm512_cvtepi8_epi32(_mm_loadu_si128(bytes + 1)));
-    return _mm512_cvtne2ps_pbh(high, low);
-  } else {
-    const __m512i words = _mm512_loadu_si512(block + kPair / 4 * 64);
-    return (__m512bh)_mm512_permutexvar_epi16(_mm512_maskz_srli_epi16(0xffffffff, words, 4 * (kPair % 4)), table);
-  }
-}
-
-template <int kBits, int kTiles, int kRows, int kPair>
-MOTET_BF16_INLINE void multiply_pairs(const uint8_t* const* block, const uint16_t* x, int64_t in, __m512i table,
-                                      __m512 (&part)[kTiles][kRows]) {
-  __m512bh q[kTiles];
-#pragma GCC unroll 8
-  for (int t = 0; t < kTiles; ++t) q[t] = load_pair<kBits, kPair>(block[t], table);
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) {
-    const __m512bh pair = broadcast_pair(x + r * in + 2 * kPair);
-#pragma GCC unroll 8
-    for (int t = 0; t < kTiles; ++t) part[t][r] = _mm512_dpbf16_ps(part[t][r], q[t], pair);
-  }
-  if constexpr (kPair + 1 < kPairs) multiply_pairs<kBits, kTiles, kRows, kPair + 1>(block, x, in, table, part);
-}
-
 // kRows rows of x against kTiles tiles; sums land in out [kTiles][stride rows][16].
-template <int kBits, int kTiles, int kRows>
-MOTET_BF16_TARGET void bf16_rows(const Weight& w, const uint16_t* x, const float* sums, int64_t tile, __m512i table,
-                                 float* out, int64_t stride) {
+template <int kTiles, int kRows>
+MOTET_BF16_TARGET void bf16_rows(const Weight& w, const uint16_t* x, int64_t tile, float* out, int64_t stride) {
   __m512 acc[kTiles][kRows];
   const uint8_t* block[kTiles];
 #pragma GCC unroll 8
@@ -230,39 +140,21 @@ MOTET_BF16_TARGET void bf16_rows(const Weight& w, const uint16_t* x, const float
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) acc[t][r] = _mm512_setzero_ps();
   }
-  if constexpr (kBits == 16) {  // nothing to scale: one sum over all blocks
-    for (int64_t b = 0; b < w.blocks; ++b) {
-      multiply_pairs<kBits, kTiles, kRows, 0>(block, x + b * kBlock, w.in, table, acc);
-#pragma GCC unroll 8
-      for (int t = 0; t < kTiles; ++t) block[t] += kBlockBytes<kBits>;
-    }
-  } else {
-    int64_t factors = tile * w.groups * kTile, left = w.blocks_per_group;
-    for (int64_t b = 0; b < w.blocks; ++b) {
-      __m512 part[kTiles][kRows];
-#pragma GCC unroll 8
-      for (int t = 0; t < kTiles; ++t)
+  for (int64_t b = 0; b < w.blocks; ++b) {
 #pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) part[t][r] = _mm512_setzero_ps();
-      multiply_pairs<kBits, kTiles, kRows, 0>(block, x + b * kBlock, w.in, table, part);
+    for (int p = 0; p < kPairs; ++p) {
+      __m512bh q[kTiles];
 #pragma GCC unroll 8
-      for (int t = 0; t < kTiles; ++t) {
-        const __m512 scale = load_factor(w, w.scale, factors + t * w.groups * kTile);
+      for (int t = 0; t < kTiles; ++t) q[t] = (__m512bh)_mm512_loadu_si512(block[t] + p * 64);
 #pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) acc[t][r] = _mm512_fmadd_ps(part[t][r], scale, acc[t][r]);
-        if (w.minimum) {
-          const __m512 minimum = load_factor(w, w.minimum, factors + t * w.groups * kTile);
-#pragma GCC unroll 16
-          for (int r = 0; r < kRows; ++r)
-            acc[t][r] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(sums[r * w.blocks + b]), acc[t][r]);
-        }
-        block[t] += kBlockBytes<kBits>;
-      }
-      if (--left == 0) {
-        left = w.blocks_per_group;
-        factors += kTile;
+      for (int r = 0; r < kRows; ++r) {
+        const __m512bh pair = broadcast_pair(x + r * w.in + b * kBlock + 2 * p);
+#pragma GCC unroll 8
+        for (int t = 0; t < kTiles; ++t) acc[t][r] = _mm512_dpbf16_ps(acc[t][r], q[t], pair);
       }
     }
+#pragma GCC unroll 8
+    for (int t = 0; t < kTiles; ++t) block[t] += kPairs * 64;
   }
 #pragma GCC unroll 8
   for (int t = 0; t < kTiles; ++t)
@@ -270,25 +162,20 @@ MOTET_BF16_TARGET void bf16_rows(const Weight& w, const uint16_t* x, const float
     for (int r = 0; r < kRows; ++r) _mm512_storeu_ps(out + (t * stride + r) * kTile, acc[t][r]);
 }
 
-template <int kBits, int kTiles>
-MOTET_BF16_TARGET void bf16_tiles_of(const Weight& w, const uint16_t* x, const float* sums, int64_t rows, int64_t tile,
-                                     __m512i table, float* acc) {
+template <int kTiles>
+MOTET_BF16_TARGET void bf16_tiles_of(const Weight& w, const uint16_t* x, int64_t rows, int64_t tile, float* acc) {
   for (int64_t r = 0; r < rows;) {
     const uint16_t* xr = x + r * w.in;
-    const float* sr = sums + r * w.blocks;
     float* out = acc + r * kTile;
     const int64_t left = rows - r;
-#define MOTET_CASE(N)                                                        \
-  if (left >= N) {                                                           \
-    bf16_rows<kBits, kTiles, N>(w, xr, sr, tile, table, out, rows);          \
-    r += N;                                                                  \
-    continue;                                                                \
+#define MOTET_CASE(N)                                     \
+  if (left >= N) {                                        \
+    bf16_rows<kTiles, N>(w, xr, tile, out, rows);         \
+    r += N;                                               \
+    continue;                                             \
   }
-    if constexpr (kTiles <= 2 && kBits == 16) {  // without partial sums more rows fit the registers
-      MOTET_CASE(12)
-    }
     if constexpr (kTiles <= 2) {
-      MOTET_CASE(8)
+      MOTET_CASE(12) MOTET_CASE(8)
     }
     MOTET_CASE(4) MOTET_CASE(3) MOTET_CASE(2) MOTET_CASE(1)
 #undef MOTET_CASE
@@ -296,22 +183,14 @@ MOTET_BF16_TARGET void bf16_tiles_of(const Weight& w, const uint16_t* x, const f
 }
 
 // Activations are read once for several tiles: 4 with few rows, 2 with many (that is what fits the registers).
-template <int kBits>
-MOTET_BF16_TARGET void bf16_run(const Weight& w, const uint16_t* x, const float* sums, int64_t rows, int64_t tile,
-                                int64_t num_tiles, float* acc) {
-  uint16_t values[32];
-  for (int i = 0; i < 32; ++i) values[i] = bf16_of(static_cast<float>(i % 16 - w.zero));
-  const __m512i table = _mm512_loadu_si512(values);
+MOTET_BF16_TARGET void bf16_tiles(const Weight& w, const uint16_t* x, int64_t rows, int64_t tile, int64_t num_tiles, float* acc) {
   const int64_t end = tile + num_tiles;
-  for (; rows <= 4 && tile + 4 <= end; tile += 4, acc += 4 * rows * kTile) bf16_tiles_of<kBits, 4>(w, x, sums, rows, tile, table, acc);
-  for (; tile + 2 <= end; tile += 2, acc += 2 * rows * kTile) bf16_tiles_of<kBits, 2>(w, x, sums, rows, tile, table, acc);
-  for (; tile < end; ++tile, acc += rows * kTile) bf16_tiles_of<kBits, 1>(w, x, sums, rows, tile, table, acc);
+  for (; rows <= 4 && tile + 4 <= end; tile += 4, acc += 4 * rows * kTile) bf16_tiles_of<4>(w, x, rows, tile, acc);
+  for (; tile + 2 <= end; tile += 2, acc += 2 * rows * kTile) bf16_tiles_of<2>(w, x, rows, tile, acc);
+  for (; tile < end; ++tile, acc += rows * kTile) bf16_tiles_of<1>(w, x, rows, tile, acc);
 }
 
-void bf16_tiles(const Weight& w, const uint16_t* x, const float* sums, int64_t rows, int64_t tile, int64_t num_tiles, float* acc) {
-  const auto run = w.bits == 4 ? bf16_run<4> : w.bits == 8 ? bf16_run<8> : bf16_run<16>;
-  run(w, x, sums, rows, tile, num_tiles, acc);
-}
+// ------------------------------------------------------------------------------------------------ unpacking to bf16
 
 // Rounds to nearest even like everything else here: two vectors of the same features, even and odd input -> 16 pairs.
 MOTET_BF16_INLINE __m512i interleave(__m512 even, __m512 odd) {
@@ -344,98 +223,196 @@ MOTET_BF16_INLINE void transpose16(__m512i (&v)[16]) {
   for (int i = 0; i < 16; ++i) v[i] = u[i];
 }
 
+// Pair kPair of a block of 4 or 8 bits as whole numbers, its even and its odd inputs.
 template <int kBits, int kPair>
-MOTET_BF16_INLINE void unpack_pairs(const uint8_t* block, __m512i table, __m512 scale, __m512 minimum, __m512i (&v)[16]) {
-  const __m512i q = (__m512i)load_pair<kBits, kPair>(block, table);
-  if constexpr (kBits == 16) {
-    v[kPair] = q;
+MOTET_BF16_INLINE void integers(const uint8_t* block, int zero, __m512& even, __m512& odd) {
+  __m512i e, o;
+  if constexpr (kBits == 8) {
+    const __m512i four = _mm512_loadu_si512(block + kPair / 2 * 64);
+    e = _mm512_maskz_srai_epi32(0xffff, _mm512_maskz_slli_epi32(0xffff, four, kPair % 2 ? 8 : 24), 24);
+    o = _mm512_maskz_srai_epi32(0xffff, _mm512_maskz_slli_epi32(0xffff, four, kPair % 2 ? 0 : 16), 24);
   } else {
-    const __m512 even = (__m512)_mm512_maskz_slli_epi32(0xffff, q, 16);
-    const __m512 odd = (__m512)_mm512_and_si512(q, _mm512_set1_epi32(static_cast<int>(0xffff0000u)));
+    const __m512i words = _mm512_loadu_si512(block + kPair / 4 * 64), mask = _mm512_set1_epi32(15);
+    e = _mm512_and_si512(_mm512_maskz_srli_epi32(0xffff, words, 4 * (kPair % 4)), mask);
+    o = _mm512_and_si512(_mm512_maskz_srli_epi32(0xffff, words, 16 + 4 * (kPair % 4)), mask);
+  }
+  even = _mm512_maskz_cvtepi32_ps(0xffff, _mm512_sub_epi32(e, _mm512_set1_epi32(zero)));
+  odd = _mm512_maskz_cvtepi32_ps(0xffff, _mm512_sub_epi32(o, _mm512_set1_epi32(zero)));
+}
+
+template <int kBits, int kPair>
+MOTET_BF16_INLINE void unpack_pairs(const uint8_t* block, int zero, __m512 scale, __m512 minimum, __m512i (&v)[16]) {
+  if constexpr (kBits == 16) {
+    v[kPair] = _mm512_loadu_si512(block + kPair * 64);
+  } else {
+    __m512 even, odd;
+    integers<kBits, kPair>(block, zero, even, odd);
     // Product and sum rounded apart, as the reference does it: the same bits everywhere.
     v[kPair] = interleave(_mm512_add_ps(_mm512_mul_ps(even, scale), minimum), _mm512_add_ps(_mm512_mul_ps(odd, scale), minimum));
   }
-  if constexpr (kPair + 1 < kPairs) unpack_pairs<kBits, kPair + 1>(block, table, scale, minimum, v);
+  if constexpr (kPair + 1 < kPairs) unpack_pairs<kBits, kPair + 1>(block, zero, scale, minimum, v);
 }
 
 // One tile as plain bf16 rows: out [lanes][in].
 template <int kBits>
 MOTET_BF16_TARGET void bf16_unpack(const Weight& w, int64_t tile, int64_t lanes, uint16_t* out) {
-  uint16_t values[32];
-  for (int i = 0; i < 32; ++i) values[i] = bf16_of(static_cast<float>(i % 16 - w.zero));
-  const __m512i table = _mm512_loadu_si512(values);
   for (int64_t b = 0; b < w.blocks; ++b) {
     const uint8_t* block = w.quants + (tile * w.blocks + b) * w.block_bytes();
     const int64_t at = (tile * w.groups + b / w.blocks_per_group) * kTile;
     const __m512 scale = w.scale ? load_factor(w, w.scale, at) : _mm512_set1_ps(1.0f);
     const __m512 minimum = w.minimum ? load_factor(w, w.minimum, at) : _mm512_set1_ps(-0.0f);
     __m512i v[16];
-    unpack_pairs<kBits, 0>(block, table, scale, minimum, v);
+    unpack_pairs<kBits, 0>(block, w.zero, scale, minimum, v);
     transpose16(v);
     for (int64_t i = 0; i < lanes; ++i) _mm512_storeu_si512(out + i * w.in + b * kBlock, v[i]);
   }
 }
 #endif
 
-using TilesFn = void (*)(const Weight&, const uint16_t*, const float*, int64_t, int64_t, int64_t, float*);
-
-TilesFn choose_tiles() {
-#if defined(__x86_64__)
-  const char* forced = std::getenv("MOTET_CPU_ISA");  // "plain" or "avx2", for tests
-  const std::string isa = forced ? forced : "";
-  if (isa == "plain") return plain_tiles;
-  if (isa != "avx2" && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw")) return bf16_tiles;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return avx2_tiles;
-#endif
-  return plain_tiles;
+// "plain", "avx2" or "avxvnni" stays below what the processor has, for tests.
+const std::string& forced_isa() {
+  static const std::string isa = [] {
+    const char* forced = std::getenv("MOTET_CPU_ISA");
+    return std::string(forced ? forced : "");
+  }();
+  return isa;
 }
 
-// ----------------------------------------------------------------------------------------------------------------- ops
+// Whether this processor multiplies bf16 pairs itself, so that 16 bits are worth it.
+bool rows16_is_native() {
+#if defined(__x86_64__)
+  return forced_isa().empty() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw");
+#else
+  return false;
+#endif
+}
 
-// x bf16 [rows, in] -> bf16 [rows, out]
-at::Tensor rows16_linear(const at::Tensor& x, const at::Tensor& quants, const std::optional<at::Tensor>& scale,
-                         const std::optional<at::Tensor>& minimum, const std::optional<at::Tensor>& bias, int64_t bits,
-                         int64_t zero, int64_t out) {
-  static const TilesFn tiles_fn = choose_tiles();
-  const Weight w = describe(quants, scale, minimum, bits, zero, out);
-  TORCH_CHECK(x.dim() == 2 && x.size(1) == w.in && x.scalar_type() == at::kBFloat16, "x must be bf16 [rows, ", w.in, "]");
-  const at::Tensor xc = x.contiguous();
-  const int64_t rows = xc.size(0);
-  at::Tensor y = at::empty({rows, out}, xc.options());
-  if (rows == 0) return y;
-  std::optional<at::Tensor> bias32;
-  if (bias.has_value()) {
-    TORCH_CHECK(bias->dim() == 1 && bias->size(0) == out, "bias must be [out]");
-    bias32 = bias->to(at::kFloat).contiguous();
+const motet::Int8Table& int8_table() {
+  static const motet::Int8Table* chosen = [] {
+#if defined(__x86_64__)
+    const std::string& isa = forced_isa();
+    if (isa == "plain") return motet::int8_plain();
+    if (isa.empty() && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+      return motet::int8_avx512vnni();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+      return isa != "avx2" && __builtin_cpu_supports("avxvnni") ? motet::int8_avxvnni() : motet::int8_avx2();
+#endif
+    return motet::int8_plain();
+  }();
+  return *chosen;
+}
+
+// ------------------------------------------------------------------------------------------------------------ products
+
+// This thread's own memory for activations in 8 bits; other threads read it while the owner waits.
+motet::Activations activations(int64_t rows, int64_t in, int64_t blocks) {
+  thread_local std::vector<int64_t> pool;
+  const int64_t part = (rows * blocks * 4 + 63) / 64 * 64, bytes = 3 * part + rows * in + 64;
+  if (static_cast<int64_t>(pool.size()) * 8 < bytes) pool.resize(static_cast<size_t>(bytes / 8 + 1));
+  char* at = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(pool.data()) + 63) & ~uintptr_t{63});
+  return {reinterpret_cast<int8_t*>(at + 3 * part), reinterpret_cast<float*>(at), reinterpret_cast<float*>(at + part),
+          reinterpret_cast<int32_t*>(at + 2 * part)};
+}
+
+void multiply_int8(const Weight& w, const uint16_t* x, int64_t rows, motet::Output to) {
+  const motet::Int8Table& kernels = int8_table();
+  const int64_t threads = at::get_num_threads();
+  const int64_t fits = std::max<int64_t>(96, (384 << 10) / w.in / 48 * 48);  // rows that stay in the second-level cache
+  for (int64_t first = 0; first < rows; first += fits) {
+    const int64_t count = std::min(fits, rows - first);
+    const uint16_t* from = x + first * w.in;
+    const motet::Activations a = activations(count, w.in, w.blocks);
+    const int64_t parts = std::min(count, count * w.in < (64 << 10) ? 1 : threads);
+    share(parts, parts > 1, [&](int64_t part) {
+      kernels.quantize(w, from, count * part / parts, count * (part + 1) / parts, a);
+    });
+    // Pieces of whole pairs (or fours) of tiles; some per thread where there is much to do, in case one is held up.
+    // A piece below some 300,000 products costs less than waking another thread.
+    const int64_t unit = rows <= 2 ? 4 : 2, units = (w.tiles + unit - 1) / unit, products = count * w.in * w.out;
+    const int64_t wanted = products < 300000 ? 1 : products < 50000000 ? threads : 4 * threads;
+    const int64_t pieces = std::min(units, wanted);
+    share(pieces, pieces > 1, [&](int64_t piece) {
+      kernels.multiply(w, a, count, units * piece / pieces * unit, std::min(w.tiles, units * (piece + 1) / pieces * unit), to);
+    });
+    to.y = static_cast<char*>(to.y) + count * to.stride * size_of(to.type);
   }
-  const float* bias_data = bias32 ? bias32->const_data_ptr<float>() : nullptr;
-  const uint16_t* x_data = static_cast<const uint16_t*>(xc.const_data_ptr());
-  uint16_t* y_data = static_cast<uint16_t*>(y.mutable_data_ptr());
-  const std::vector<float> sums = w.minimum ? block_sums(x_data, rows, w.blocks) : std::vector<float>();
+}
+
+void multiply_bf16(const Weight& w, const uint16_t* x, int64_t rows, const motet::Output& to) {
+  auto* tiles_fn = plain_tiles;
+#if defined(__x86_64__)
+  if (rows16_is_native()) tiles_fn = bf16_tiles;
+#endif
   // Chunks of 4 tiles. A piece of work below some 100,000 products costs less than waking another thread.
-  const int64_t chunks = (w.tiles + 3) / 4;
-  const int64_t grain = 100000 / (rows * w.in * kTile * 4) + 1;
+  const int64_t chunks = (w.tiles + 3) / 4, grain = 100000 / (rows * w.in * kTile * 4) + 1;
   at::parallel_for(0, chunks, grain, [&](int64_t begin, int64_t end) {
     std::vector<float> acc(static_cast<size_t>(rows * 4 * kTile));
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       const int64_t first = chunk * 4, count = std::min<int64_t>(4, w.tiles - first);
-      tiles_fn(w, x_data, sums.data(), rows, first, count, acc.data());
+      tiles_fn(w, x, rows, first, count, acc.data());
       for (int64_t t = 0; t < count; ++t) {
-        const int64_t o = (first + t) * kTile, lanes = std::min(kTile, out - o);
+        const int64_t o = (first + t) * kTile, lanes = std::min(kTile, w.out - o);
+        float bias[kTile] = {};
+        for (int64_t i = 0; to.bias && i < lanes; ++i)
+          bias[i] = to.bias_type == Type::bf16 ? float_of(static_cast<const uint16_t*>(to.bias)[o + i])
+                                               : static_cast<const float*>(to.bias)[o + i];
         for (int64_t r = 0; r < rows; ++r) {
           const float* from = acc.data() + (t * rows + r) * kTile;
-          for (int64_t i = 0; i < lanes; ++i) y_data[r * out + o + i] = bf16_of(from[i] + (bias_data ? bias_data[o + i] : 0.0f));
+          const int64_t at = r * to.stride + o;
+          if (to.type == Type::fp32) {
+            for (int64_t i = 0; i < lanes; ++i) static_cast<float*>(to.y)[at + i] = from[i] + bias[i];
+          } else {
+            for (int64_t i = 0; i < lanes; ++i) static_cast<uint16_t*>(to.y)[at + i] = bf16_of(from[i] + bias[i]);
+          }
         }
       }
     }
   });
+}
+
+}  // namespace
+
+namespace motet {
+
+Weight describe(const Tensor& quants, const std::optional<Tensor>& scale, const std::optional<Tensor>& minimum, int64_t bits,
+                int64_t zero, int64_t out) {
+  return ::describe(quants, scale, minimum, bits, zero, out);
+}
+
+void multiply(const Weight& w, const uint16_t* x, int64_t rows, const Output& to) {
+  if (rows) w.bits == 16 ? multiply_bf16(w, x, rows, to) : multiply_int8(w, x, rows, to);
+}
+
+Tensor rows16_linear(const Tensor& x, const Tensor& quants, const std::optional<Tensor>& scale,
+                     const std::optional<Tensor>& minimum, const std::optional<Tensor>& bias, int64_t bits, int64_t zero,
+                     int64_t out, bool fp32) {
+  const Weight w = describe(quants, scale, minimum, bits, zero, out);
+  TORCH_CHECK(x.dim() == 2 && x.size(1) == w.in && x.scalar_type() == at::kBFloat16, "x must be bf16 [rows, ", w.in, "]");
+  const Tensor rows = x.contiguous();
+  Tensor y = at::empty({x.size(0), out}, x.options().dtype(fp32 ? at::kFloat : at::kBFloat16));
+  Output to{y.mutable_data_ptr(), fp32 ? Type::fp32 : Type::bf16, out, nullptr, Type::fp32};
+  Tensor bias_row;
+  if (bias.has_value()) {
+    TORCH_CHECK(bias->dim() == 1 && bias->size(0) == out, "bias must be [out]");
+    bias_row = bias->contiguous();
+    to.bias = bias_row.const_data_ptr();
+    to.bias_type = type_of(bias_row);
+  }
+  multiply(w, static_cast<const uint16_t*>(rows.const_data_ptr()), rows.size(0), to);
   return y;
 }
+
+}  // namespace motet
+
+namespace {
+
+// ----------------------------------------------------------------------------------------------------------- other ops
 
 // The whole weight as bf16 [out, in], where the processor has the instructions; false where not.
 bool unpack_all(const Weight& w, uint16_t* y) {
 #if defined(__x86_64__)
-  if (choose_tiles() != bf16_tiles) return false;
+  if (!rows16_is_native()) return false;
   const auto unpack = w.bits == 4 ? bf16_unpack<4> : w.bits == 8 ? bf16_unpack<8> : bf16_unpack<16>;
   at::parallel_for(0, w.tiles, 4, [&](int64_t begin, int64_t end) {
     for (int64_t tile = begin; tile < end; ++tile)
@@ -485,15 +462,6 @@ at::Tensor rows16_take(const std::optional<at::Tensor>& ids, const at::Tensor& q
   return y;
 }
 
-// Whether this processor multiplies bf16 pairs itself, so that 16 bits are worth it.
-bool rows16_is_native() {
-#if defined(__x86_64__)
-  return choose_tiles() == bf16_tiles;
-#else
-  return false;
-#endif
-}
-
 // u8 (4 bits, 0..15), i8 or bf16 [out, in] -> quants [tiles, blocks, 256 | 512 | 512 bf16]
 at::Tensor rows16_pack(const at::Tensor& values, int64_t bits) {
   const auto expected = bits == 4 ? at::kByte : bits == 8 ? at::kChar : at::kBFloat16;
@@ -516,7 +484,7 @@ at::Tensor rows16_pack(const at::Tensor& values, int64_t bits) {
             if (bits == 16) {
               static_cast<uint16_t*>(to)[block + pair * 32 + word] = static_cast<const uint16_t*>(from)[row + k];
             } else if (bits == 8) {
-              static_cast<uint8_t*>(to)[block + pair * 32 + word] = static_cast<const uint8_t*>(from)[row + k];
+              static_cast<uint8_t*>(to)[block + k / 4 * 64 + 4 * lane + k % 4] = static_cast<const uint8_t*>(from)[row + k];
             } else {
               const int value = (static_cast<const uint8_t*>(from)[row + k] & 15) << (4 * (pair % 2));
               static_cast<uint8_t*>(to)[block + pair / 4 * 64 + word * 2 + pair % 4 / 2] |= static_cast<uint8_t>(value);
@@ -530,14 +498,15 @@ at::Tensor rows16_pack(const at::Tensor& values, int64_t bits) {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(motet_cpu, m) {
-  m.def("rows16_linear(Tensor x, Tensor quants, Tensor? scale, Tensor? minimum, Tensor? bias, int bits, int zero, int out) -> Tensor");
+  m.def("rows16_linear(Tensor x, Tensor quants, Tensor? scale, Tensor? minimum, Tensor? bias, int bits, int zero, int out, bool fp32=False) -> Tensor");
   m.def("rows16_take(Tensor? ids, Tensor quants, Tensor? scale, Tensor? minimum, int bits, int zero, int out, ScalarType dtype) -> Tensor");
   m.def("rows16_is_native() -> bool", rows16_is_native);
+  m.def("int8_instruction_set() -> str", [] { return std::string(int8_table().name); });
   m.def("rows16_pack(Tensor values, int bits) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(motet_cpu, CPU, m) {
-  m.impl("rows16_linear", rows16_linear);
+  m.impl("rows16_linear", motet::rows16_linear);
   m.impl("rows16_take", rows16_take);
   m.impl("rows16_pack", rows16_pack);
 }

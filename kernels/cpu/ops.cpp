@@ -17,7 +17,8 @@ std::vector<const motet::Table*> usable_tables() {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl")) {
       usable.push_back(motet::table_avx512());
-      if (__builtin_cpu_supports("avx512bf16")) usable.push_back(motet::table_avx512bf16());
+      if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni"))
+        usable.push_back(motet::table_avx512bf16());
     }
   }
 #endif
@@ -48,12 +49,21 @@ struct Cache {
         token(kv.stride(3)),
         num_tokens(kv.size(3)),
         num_slots(kv.size(0) * kv.size(3)),
-        type(type_of(kv)) {
+        type(cache_type_of(kv)) {
     TORCH_CHECK(kv.dim() == 5 && kv.stride(4) == 1, "expected kv [N, 2, K, T, D] with contiguous D");
   }
   char* at(int64_t slot, int64_t which, int64_t kv_head) const {
     return data +
            (slot / num_tokens * block + which * part + kv_head * head + slot % num_tokens * token) * size_of(type);
+  }
+  bool holds(const Tensor& kv, int64_t heads, int64_t dim) const {
+    return kv.size(2) == heads && kv.size(4) == cache_width(type, dim);
+  }
+  void put(Type from_type, int64_t dim, const char* from, int64_t slot, int64_t which, int64_t kv_head) const {
+    if (type == Type::int8)
+      table().quantize(from_type, dim, from, at(slot, which, kv_head));
+    else
+      table().convert(from_type, type, dim, from, at(slot, which, kv_head));
   }
 };
 
@@ -79,15 +89,15 @@ void store_kv(const Tensor& k, const Tensor& v, const Tensor& kv, const Tensor& 
   const Rows keys(k), values(v);
   const Cache cache(kv);
   const int64_t* slot = slots.const_data_ptr<int64_t>();
-  TORCH_CHECK(slots.numel() == keys.num_rows && values.num_rows == keys.num_rows && kv.size(2) == keys.num_heads &&
-                  kv.size(4) == keys.dim,
+  TORCH_CHECK(slots.numel() == keys.num_rows && values.num_rows == keys.num_rows &&
+                  cache.holds(kv, keys.num_heads, keys.dim),
               "store_kv: k ", k.sizes(), ", v ", v.sizes(), ", kv ", kv.sizes());
   share_rows(keys.num_rows, k.numel() * 2, [&](int64_t row) {
     if (slot[row] < 0) return;
     TORCH_CHECK(slot[row] < cache.num_slots, "store_kv: slot ", slot[row], " of ", cache.num_slots);
     for (int64_t head = 0; head < keys.num_heads; ++head) {
-      table().convert(keys.type, cache.type, keys.dim, keys.at(row, head), cache.at(slot[row], 0, head));
-      table().convert(values.type, cache.type, keys.dim, values.at(row, head), cache.at(slot[row], 1, head));
+      cache.put(keys.type, keys.dim, keys.at(row, head), slot[row], 0, head);
+      cache.put(values.type, keys.dim, values.at(row, head), slot[row], 1, head);
     }
   });
 }
@@ -123,7 +133,7 @@ void rotate_store_kv(const Tensor& q, const Tensor& k, const Tensor& v, const Te
   const int64_t* slot = slots.const_data_ptr<int64_t>();
   TORCH_CHECK(slots.numel() == keys.num_rows && queries.num_rows == keys.num_rows && queries.dim == keys.dim &&
                   values.num_rows == keys.num_rows && values.num_heads == keys.num_heads &&
-                  kv.size(2) == keys.num_heads && kv.size(4) == keys.dim,
+                  cache.holds(kv, keys.num_heads, keys.dim),
               "rotary_store_kv: q ", q.sizes(), ", k ", k.sizes(), ", v ", v.sizes(), ", kv ", kv.sizes());
   share_rows(keys.num_rows, q.numel() + 2 * k.numel(), [&](int64_t row) {
     const float *c = turn.cos + row * turn.half, *s = turn.sin + row * turn.half;
@@ -133,9 +143,15 @@ void rotate_store_kv(const Tensor& q, const Tensor& k, const Tensor& v, const Te
     if (slot[row] < 0) return;
     TORCH_CHECK(slot[row] < cache.num_slots, "rotary_store_kv: slot ", slot[row], " of ", cache.num_slots);
     for (int64_t head = 0; head < keys.num_heads; ++head) {
-      table().rotate(keys.type, cache.type, keys.dim, turn.half, keys.at(row, head), c, s, interleaved,
-                     cache.at(slot[row], 0, head));
-      table().convert(values.type, cache.type, keys.dim, values.at(row, head), cache.at(slot[row], 1, head));
+      if (cache.type == Type::int8) {  // rotated in fp32, rounded once
+        float* rotated = scratch(0, keys.dim);
+        table().rotate(keys.type, Type::fp32, keys.dim, turn.half, keys.at(row, head), c, s, interleaved, rotated);
+        cache.put(Type::fp32, keys.dim, reinterpret_cast<const char*>(rotated), slot[row], 0, head);
+      } else {
+        table().rotate(keys.type, cache.type, keys.dim, turn.half, keys.at(row, head), c, s, interleaved,
+                       cache.at(slot[row], 0, head));
+      }
+      cache.put(values.type, keys.dim, values.at(row, head), slot[row], 1, head);
     }
   });
 }
@@ -332,6 +348,11 @@ bool use_instruction_set(const std::string& name) {
 }
 
 }  // namespace
+
+void motet::rotate_store_kv(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin,
+                            const Tensor& kv, const Tensor& slots, bool interleaved) {
+  ::rotate_store_kv(q, k, v, cos, sin, kv, slots, interleaved);
+}
 
 TORCH_LIBRARY(motet_cpu, m) {
   m.def(

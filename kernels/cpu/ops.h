@@ -9,13 +9,34 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <optional>
+#include <tuple>
 #include <vector>
 
+#include "gemm.h"
 #include "kernels.h"
 
 namespace motet {
 const Table& table();  // of the best instruction set that this CPU has
-}
+
+// Layout rows16 (linear.cpp): a weight as plain pointers, and x bf16 [rows, in] times it, without tensors in between.
+Weight describe(const at::Tensor& quants, const std::optional<at::Tensor>& scale, const std::optional<at::Tensor>& minimum,
+                int64_t bits, int64_t zero, int64_t out);
+void multiply(const Weight& w, const uint16_t* x, int64_t rows, const Output& to);
+
+// The functions behind the operators of these names, for layers.cpp.
+at::Tensor rows16_linear(const at::Tensor& x, const at::Tensor& quants, const std::optional<at::Tensor>& scale,
+                         const std::optional<at::Tensor>& minimum, const std::optional<at::Tensor>& bias, int64_t bits,
+                         int64_t zero, int64_t out, bool fp32 = false);
+std::tuple<at::Tensor, at::Tensor> paged_attention(const at::Tensor& q, const at::Tensor& kv, const at::Tensor& tables,
+                                                   const at::Tensor& position, const at::Tensor& num_visible,
+                                                   const at::Tensor& row_starts, const std::optional<at::Tensor>& ancestors,
+                                                   const std::optional<at::Tensor>& tree_starts,
+                                                   const std::optional<at::Tensor>& sinks, double scale, int64_t window,
+                                                   double soft_cap, bool want_lse);
+void rotate_store_kv(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& cos,
+                     const at::Tensor& sin, const at::Tensor& kv, const at::Tensor& slots, bool interleaved);
+}  // namespace motet
 
 namespace {
 
@@ -28,7 +49,10 @@ inline Type type_of(const Tensor& x) {
   TORCH_CHECK(x.scalar_type() == at::kBFloat16, "expected float32 or bfloat16, got ", x.scalar_type());
   return Type::bf16;
 }
-inline int64_t size_of(Type type) { return type == Type::bf16 ? 2 : 4; }
+inline Type cache_type_of(const Tensor& kv) { return kv.scalar_type() == at::kChar ? Type::int8 : type_of(kv); }
+inline int64_t size_of(Type type) { return type == Type::bf16 ? 2 : type == Type::int8 ? 1 : 4; }
+// Elements of a cache's row for heads of `dim`: an int8 row ends with its scale.
+inline int64_t cache_width(Type type, int64_t dim) { return type == Type::int8 ? dim + motet::kScaleBytes : dim; }
 inline const char* bytes(const Tensor& x) { return static_cast<const char*>(x.const_data_ptr()); }
 inline char* mutable_bytes(const Tensor& x) { return static_cast<char*>(x.mutable_data_ptr()); }
 

@@ -10,6 +10,7 @@ import torch
 
 _ops = torch.ops.motet_cpu
 _TYPES = frozenset((torch.float32, torch.bfloat16))
+_CACHE_TYPES = _TYPES | {torch.int8}
 
 store_kv = _ops.store_kv.default
 rotate = _ops.rotate.default
@@ -34,7 +35,9 @@ def use_instruction_set(name: str) -> bool:
 
 
 def can_store(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor) -> bool:
-    return k.dtype in _TYPES and kv.dtype in _TYPES and k.stride(-1) == 1 and v.stride(-1) == 1 and v.dtype in _TYPES
+    return (
+        k.dtype in _TYPES and kv.dtype in _CACHE_TYPES and k.stride(-1) == 1 and v.stride(-1) == 1 and v.dtype in _TYPES
+    )
 
 
 def can_rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor) -> bool:
@@ -42,7 +45,7 @@ def can_rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor) -> bool:
 
 
 def can_attend(q: torch.Tensor, kv: torch.Tensor) -> bool:
-    return q.dtype in _TYPES and kv.dtype in _TYPES and q.stride(-1) == 1
+    return q.dtype in _TYPES and kv.dtype in _CACHE_TYPES and q.stride(-1) == 1
 
 
 def can_attend_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:

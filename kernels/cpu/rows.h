@@ -144,6 +144,26 @@ void convert(Type type, Type out_type, int64_t n, const void* x, void* y) {
     convert_typed(n, (const float*)x, (bf16*)y);
 }
 
+template <class X>
+void quantize_typed(int64_t n, const X* x, int8_t* y) {
+  float top = 0.0f;
+  bool finite = true;
+  for (int64_t i = 0; i < n; ++i) {
+    float a = __builtin_fabsf(widen(x[i]));
+    finite &= a <= __FLT_MAX__;
+    top = a > top ? a : top;
+  }
+  // Below the bound 127 / top would overflow; such a row counts as zeros.
+  const float inverse = finite && top > 1e-36f ? 127.0f / top : 0.0f;
+  float scale = !finite ? __builtin_nanf("") : inverse > 0.0f ? top / 127.0f : 0.0f;
+  // Halves to even; no sum behind the product, which a compiler would fuse.
+  for (int64_t i = 0; i < n; ++i) y[i] = (int8_t)(int32_t)__builtin_rintf(finite ? widen(x[i]) * inverse : 0.0f);
+  memcpy(y + n, &scale, 4);
+}
+void quantize(Type type, int64_t n, const void* x, void* y) {
+  type == Type::bf16 ? quantize_typed(n, (const bf16*)x, (int8_t*)y) : quantize_typed(n, (const float*)x, (int8_t*)y);
+}
+
 // -------------------------------------------------------------------------------------------------------- sampling
 
 constexpr int64_t kBlock = 512;  // ids judged together: a block that cannot win costs one maximum

@@ -12,7 +12,7 @@ constexpr decltype(Table::dense) dense = nullptr;
 
 const Table* MOTET_TABLE() {
   static const Table table = {MOTET_NAME, attend,  merge,  finish,       rms_norm, gated,
-                              rotate,     convert, argmax, noisy_argmax, sum_exp,  at_least,
+                              rotate,     convert, quantize, argmax, noisy_argmax, sum_exp,  at_least,
                               dense_pack, dense};
   return &table;
 }

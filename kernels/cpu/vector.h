@@ -26,6 +26,7 @@ typedef float vf __attribute__((vector_size(4 * MOTET_W)));
 typedef int32_t vi __attribute__((vector_size(4 * MOTET_W)));
 typedef uint32_t vu __attribute__((vector_size(4 * MOTET_W)));
 typedef uint16_t vh __attribute__((vector_size(2 * MOTET_W)));
+typedef int8_t vb __attribute__((vector_size(MOTET_W)));
 typedef float vf_any __attribute__((vector_size(4 * MOTET_W), aligned(4), may_alias));
 typedef uint32_t vu_any __attribute__((vector_size(4 * MOTET_W), aligned(2), may_alias));
 typedef uint16_t vh_any __attribute__((vector_size(2 * MOTET_W), aligned(2), may_alias));
@@ -53,6 +54,15 @@ inline vh narrow_lanes(vu x) { return __builtin_convertvector(x, vh); }
 #endif
 
 inline vf load(const bf16* p) { return (vf)(widen_lanes(*(const vh_any*)p) << 16); }
+inline vf load(const int8_t* p) {
+  vb bytes;
+  memcpy(&bytes, p, sizeof bytes);
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)bytes));
+#else
+  return __builtin_convertvector(bytes, vf);
+#endif
+}
 inline void store(float* p, vf x) { *(vf_any*)p = x; }
 inline void store(bf16* p, vf x) {
   vu bits = (vu)x;
@@ -84,6 +94,7 @@ inline float widen(bf16 x) {
   memcpy(&y, &bits, 4);
   return y;
 }
+inline float widen(int8_t x) { return x; }
 inline void narrow(float* p, float x) { *p = x; }
 inline void narrow(bf16* p, float x) {
   uint32_t bits;

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from motet.benchmarks import asr
+from motet.benchmarks import asr, peer_worker
+from motet.benchmarks.asr_claims import long_file, own_modes
 from motet.benchmarks.peer_worker import PeerError
 from motet.deploy.speech_demo import Heard
 from motet.pipelines.media import encode_wav
@@ -26,10 +27,20 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> Path:
         raise PeerError(f"{name} cannot be built (status 1): no network")
 
-    monkeypatch.setattr(asr.peer_worker, "build", absent)
-    monkeypatch.setattr(asr, "SETTLE_S", 0.0)
+    monkeypatch.setattr(peer_worker, "build", absent)
+    for module in (long_file, own_modes):
+        monkeypatch.setattr(module, "SETTLE_S", 0.0)
     sizes = dataclasses.replace(
-        asr.REHEARSAL, others=(), long_s=4.0, num_clips=2, min_clip_s=2.0, live_s=1.0, hours=9 / 3600, flat_from_s=4.0
+        asr.REHEARSAL,
+        others=(),
+        long_s=4.0,
+        num_clips=2,
+        min_clip_s=2.0,
+        live_s=1.0,
+        hours=9 / 3600,
+        flat_from_s=4.0,
+        drift_hours=20 / 3600,
+        num_drift=1,
     )
     monkeypatch.setattr(asr, "REHEARSAL", sizes)
 
@@ -48,13 +59,13 @@ def test_a_rehearsal_measures_the_engine(tmp_path: Path, capsys: pytest.CaptureF
     )
     assert rows["clips16"]["ratio"] > 0 and "2 clips" in rows["clips16"]["why"]
     assert rows["diarize"]["peer"] > 0 and "speakers found" in rows["diarize"]["why"]
-    assert 0.1 < rows["rss_gb"]["ours"] == rows["rss_gb"]["ratio"]
+    assert 0.1 < rows["rss_gb"]["ours"] == rows["rss_gb"]["ratio"] and "1 clips in a file" in rows["rss_gb"]["why"]
     assert all("a rehearsal" in row["why"] and row["holds"] is False for row in rows.values())
     assert "whisper-tiny.en" in capsys.readouterr().out
 
 
 class ServerInThread:
-    """In the place of llm.Server."""
+    """In the place of motet_server.Server."""
 
     def __init__(self, setting: asr.Setting) -> None:
         self.port = 0
@@ -86,7 +97,7 @@ class ServerInThread:
 
 
 def test_a_rehearsal_measures_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asr.llm, "Server", ServerInThread)
+    monkeypatch.setattr(asr, "Server", ServerInThread)
     short = [dataclasses.replace(clip, samples=clip.samples[:12_000]) for clip in asr.speech_demo.clips()]
     monkeypatch.setattr(asr.speech_demo, "clips", lambda: short)
     rows = rows_of(tmp_path, "--only", "live20,final_ms")

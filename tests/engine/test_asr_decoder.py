@@ -185,3 +185,72 @@ def test_somebody_who_is_waited_for_goes_first() -> None:
         order += [finished.job.owner for finished in decoder.step()]
     assert order == [1, 6, 2, 3, 4, 5]
     assert BEGIN > EOT
+
+
+def drafted(draft: list[int], **options: Any) -> tuple[Decoded, SegmentDecoder]:
+    model = ScriptedWhisper({1: [[at(0), *range(10, 40), at(2)]], 2: [said(2)]})
+    decoder = SegmentDecoder(model, num_slots=4)
+    asked = job(1, **options)
+    asked.draft = tuple(draft)
+    found = answers(decoder, [asked, job(2)])
+    assert isinstance(found[1], Decoded) and isinstance(found[2], Decoded) and found[2].ids == said(2)
+    return found[1], decoder
+
+
+@pytest.mark.parametrize("options", [{}, {"alignment": True}, {"prompt": (5, 6)}, {"max_tokens": 20}])
+@pytest.mark.parametrize(
+    "draft",
+    [
+        [at(0), *range(10, 40), at(2)],
+        [at(0), *range(10, 30), at(1)],
+        [at(0), *range(10, 20), 7, *range(21, 40)],
+        [at(0.5), 3, 3, 3],
+        [*range(10, 40)] * 20,  # more than there is room for
+        [EOT, EOT + 1, 10],
+    ],
+)
+def test_a_draft_changes_no_token(draft: list[int], options: dict[str, Any]) -> None:
+    plain, alone = drafted([], **options)
+    found, decoder = drafted(draft, **options)
+    assert (found.ids, found.text, found.begins) == (plain.ids, plain.text, plain.begins)
+    assert found.logprobs == pytest.approx(plain.logprobs) and found.avg_logprob == pytest.approx(plain.avg_logprob)
+    assert decoder.num_tokens == alone.num_tokens
+    assert decoder.counters["decode_steps"] <= alone.counters["decode_steps"]
+
+
+def test_a_draft_that_holds_is_one_pass() -> None:
+    _, decoder = drafted([at(0), *range(10, 40), at(2)])
+    alone = SegmentDecoder(ScriptedWhisper({2: [said(2)]}), num_slots=4)
+    answers(alone, [job(2)])
+    assert decoder.counters["decode_steps"] <= alone.counters["decode_steps"] + 1
+
+
+def test_a_draft_helps_greedy_decoding_only() -> None:
+    loop = [7, 8] * 60
+    model = ScriptedWhisper({1: [[at(0), *loop], said(1)]})
+    asked = job(1, temperatures=(0.0, 0.4))
+    asked.draft = (at(0), *loop)
+    decoder = SegmentDecoder(model, num_slots=4)
+    found = answers(decoder, [asked])[1]
+    assert isinstance(found, Decoded) and found.ids == said(1) and found.temperature == 0.4
+    assert decoder._choice.num_accepted > 10  # the loop was noticed within the draft as without it
+    beams = job(2, beam_size=3)
+    beams.draft = tuple(said(2))
+    decoder = SegmentDecoder(ScriptedWhisper({2: [said(2)]}), num_slots=4)
+    answers(decoder, [beams])
+    assert decoder._choice.num_drafted == 0
+
+
+def test_an_adopted_window_is_another_owners() -> None:
+    for num_steps in range(6):
+        decoder = SegmentDecoder(ScriptedWhisper({w: [said(w)] for w in (1, 2)}), num_slots=2)
+        first, other = job(1, owner="a"), job(2, owner="b")
+        for item in (first, other):
+            decoder.add(item)
+        found = [finished for _ in range(num_steps) for finished in decoder.step()]
+        decoder.adopt(first, "c", 1.0)
+        assert found or decoder.earliest_due() == 1.0
+        decoder.drop("a")
+        while decoder.has_work():
+            found += decoder.step()
+        assert {finished.job.owner for finished in found} == {"b", "c"} and decoder.num_free == (2, 2)

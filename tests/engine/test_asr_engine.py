@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -106,6 +109,140 @@ def test_a_file_is_told_in_order_with_exact_times() -> None:
     assert isinstance(done, Done) and done.audio_s == len(TALK) / 4 / RATE and done.usage.num_output_tokens == 14
     assert [e.seq for e in events] == list(range(len(events)))
     assert idle(running)
+
+
+class Labelling:
+    """Puts a name on segments after some steps. Reads the recording as the diarizer does."""
+
+    def __init__(self, read: Any, found: list[Segment], options: TranscribeOptions) -> None:
+        self.read, self.found, self.steps = read, found, 0
+
+    def step(self) -> list[Segment] | None:
+        self.steps += 1
+        if self.steps < 50:
+            assert len(self.read(16_000 * (self.steps % 10), 16_000 * (self.steps % 10 + 1))) == 16_000
+            return None
+        return [msgspec.structs.replace(segment, speaker="Ann") for segment in self.found]
+
+
+def test_others_are_served_while_speakers_are_told_apart() -> None:
+    opened: list[Labelling] = []
+
+    def diarize(*arguments: Any) -> Labelling:
+        opened.append(Labelling(*arguments))
+        return opened[-1]
+
+    running = engine(SCRIPTS, diarize=diarize)
+    long, short = request(TALK, diarize=True), request(audio((0, 1), (3, 1), (0, 1)))
+    running.submit(long)
+    while not opened:
+        assert not running.step()  # nothing is told before speakers are known
+    running.submit(short)
+    events = []
+    while not any(isinstance(event, Done) for event in events):
+        events += running.step()
+    assert [s.text for s in segments(events, short.request_id)] == [" w30"]
+    assert opened[0].steps < 50  # the file's speakers are not known yet
+    events = run(running)
+    assert [(s.text, s.speaker) for s in segments(events, long.request_id)] == [
+        (text, "Ann") for text in (" w10 w11", " w20 w21", " w22", " w30")
+    ]
+    assert isinstance(events[-1], Done) and opened[0].steps == 50 and idle(running)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_end_while_speakers_are_told_apart_frees_everything(fails: bool) -> None:
+    opened: list[Labelling] = []
+
+    class Failing(Labelling):
+        def step(self) -> list[Segment] | None:
+            if fails and self.steps == 5:
+                raise RuntimeError("broken")
+            return super().step()
+
+    def diarize(*arguments: Any) -> Labelling:
+        opened.append(Failing(*arguments))
+        return opened[-1]
+
+    running = engine(SCRIPTS, diarize=diarize)
+    asked = request(TALK, diarize=True)
+    running.submit(asked)
+    recording = weakref.ref(running._requests[asked.request_id].recording)
+    while not (opened and opened[0].steps == 5):
+        running.step()
+    events = run(running) if fails else running.abort(asked.request_id, "client")
+    assert [type(event) for event in events] == [Failed if fails else Aborted] and idle(running)
+    opened.clear()
+    gc.collect()
+    running.last_error = None
+    assert recording() is None and running.stats()["audio_bytes"] == 0
+
+
+@pytest.mark.parametrize("size", [7 * 4, 16_000 * 4, 70 * 16_000 * 4, 1 << 30])
+@pytest.mark.parametrize("vad", [True, False])
+def test_a_file_in_pieces_is_the_same_file(size: int, vad: bool) -> None:
+    talk = TALK + audio((0, 130 if size > 100 else 0), (1, 1.5), (0, 1)) if vad else audio((2, 2))
+    running = engine(SCRIPTS)
+    whole, pieces = request(talk, vad=vad), request(b"", vad=vad)
+    running.submit(whole)
+    expected = segments(run(running), whole.request_id)
+    pieces.in_pieces = True
+    running.submit(pieces)
+    assert not running.has_work() and running.stats()["waiting_for_input"] == 1
+    events = []
+    for start in range(0, len(talk), size):
+        running.append(pieces.request_id, [], pcm=talk[start : start + size])
+        while running.has_work():  # what has come is heard while the rest is on its way
+            events += running.step()
+    assert not events
+    running.append(pieces.request_id, [], last=True)
+    events = run(running)
+    assert segments(events, pieces.request_id) == expected and len(expected) >= 2
+    assert isinstance(events[-1], Done) and events[-1].audio_s == len(talk) / 4 / RATE and idle(running)
+    with pytest.raises(InvalidRequest):
+        running.append(pieces.request_id, [], pcm=b"")
+
+
+@pytest.mark.parametrize("diarize", [False, True])
+def test_a_file_is_let_go_of_while_it_is_told(diarize: bool) -> None:
+    talk = audio((0, 1), *[(1, 1.5), (0, 20)] * 40)
+    running = engine(SCRIPTS, diarize=Labelling)
+    asked = request(b"", diarize=diarize)
+    asked.in_pieces = True
+    running.submit(asked)
+    for start in range(0, len(talk), 1 << 16):
+        running.append(asked.request_id, [], pcm=talk[start : start + (1 << 16)])
+    running.append(asked.request_id, [], last=True)
+    held: list[int] = []  # bytes, when each segment was told
+    events: list[AnyEvent] = []
+    while running.has_work():
+        before = running.stats()["audio_bytes"]
+        new = running.step()
+        events += new
+        held += [before for event in new if isinstance(event, Recognized)]
+    assert len(segments(events, asked.request_id)) == 40 and idle(running)
+    if diarize:
+        assert held == [len(talk)]  # the diarizer hears all of it once more
+    else:
+        assert held == sorted(held, reverse=True) and held[0] > 0.9 * len(talk) and held[20] < 0.6 * len(talk)
+        assert held[-1] < 0.15 * len(talk)  # the last windows were decoded together
+
+
+def test_a_file_that_never_comes_ends() -> None:
+    running = engine(SCRIPTS, input_timeout_s=0.05)
+    asked = request(b"")
+    asked.in_pieces = True
+    running.submit(asked)
+    running.append(asked.request_id, [], pcm=TALK)
+    assert running.next_timer() is not None
+    events: list[AnyEvent] = []
+    while not events:
+        events += running.step()
+    assert isinstance(events[0], Aborted) and events[0].reason == "input_timeout" and idle(running)
+    both = request(b"", live=True)
+    both.in_pieces = True
+    with pytest.raises(InvalidRequest):
+        running.submit(both)
 
 
 def test_requests_share_the_batch_and_get_their_own_text() -> None:

@@ -219,6 +219,49 @@ def test_streamed_says_the_same_as_the_file() -> None:
     assert errors(text(streamed(pcm, 0.1711)), expected) <= 2
 
 
+def test_how_a_stream_is_cut_and_guessed_at_changes_no_word() -> None:
+    """In small pieces its ends are decoded ahead of time, with partials every text has a draft; all at once neither is so."""
+    pcm = np.concatenate([np.append(clip, np.zeros(RATE // 2, np.float32)) for clip, _ in voices()[:3]])
+    options: dict[str, Any] = {"end_silence_s": 0.15, "timestamps": True}
+    expected = text(streamed(pcm, 1e3, **options))
+    windows = running().decoder.counters["windows"]
+    assert text(streamed(pcm, 0.02, **options)) == expected
+    ahead = running().decoder.counters["windows"] - windows
+    assert text(streamed(pcm, 0.1, partial_s=0.7, **options)) == expected
+    assert ahead >= len(streamed(pcm, 1e3, **options)) and running().decoder._choice.num_accepted > 20
+
+
+def test_drafts_change_no_token() -> None:
+    model = running().model
+    chosen = [torch.from_numpy(pcm) for pcm, _ in voices()[2:4]]
+
+    def decoded(drafts: list[list[int]]) -> tuple[list[list[int]], int]:
+        decoder = SegmentDecoder(model, num_slots=2)
+        for at, pcm in enumerate(chosen):
+            decoder.add(
+                DecodeJob(
+                    owner=at,
+                    load=lambda pcm=pcm: pcm,  # type: ignore[misc]
+                    num_samples=len(pcm),
+                    options=DecodeOptions(temperatures=(0.0,)),
+                    language=LanguageChoice("en"),
+                    draft=tuple(drafts[at]),
+                )
+            )
+        found: dict[int, list[int]] = {}
+        while decoder.has_work():
+            for finished in decoder.step():
+                assert finished.result is not None
+                found[finished.job.owner] = finished.result.ids
+        return [found[0], found[1]], decoder.counters["decode_steps"]
+
+    plain, num_steps = decoded([[], []])
+    for change in (lambda ids: ids, lambda ids: [*ids[:4], 11, *ids[5:]], lambda ids: ids[:-3], lambda ids: ids[::-1]):
+        again, fewer = decoded([change(ids) for ids in plain])
+        assert again == plain and fewer <= num_steps
+    assert decoded(plain)[1] <= 2
+
+
 def test_a_forced_cut_neither_drops_nor_repeats_words() -> None:
     """Speech without a pause, cut every few seconds: about the same words come out, of a file and of a stream."""
     voice = np.concatenate([trimmed(pcm) for pcm, _ in voices()[:2]])

@@ -144,3 +144,23 @@ def test_layout_digest_changes_with_every_field() -> None:
     others = [KVLayout(**(fields | {name: 9}), dtype="float32") for name in fields if name != "model"]  # type: ignore
     others += [KVLayout(**fields, dtype="bfloat16"), KVLayout(**fields, dtype="float32", tp_rank=1, tp_size=2)]  # type: ignore
     assert len({layout.digest, *(other.digest for other in others)}) == len(others) + 1
+
+
+def test_blocks_beyond_the_resident_ones_are_begun_only_in_need() -> None:
+    pool = BlockPool(8, num_resident=4)  # 1..3 first
+    assert pool.num_free == 7 and pool.num_usable == 7 and pool.is_free(6)
+    for key in (b"a", b"b"):
+        taken = pool.allocate(3)
+        assert sorted(taken) == [1, 2, 3]
+        pool.publish(taken[0], key)
+        pool.release(reversed(taken))
+        pool.check()
+    assert pool.lookup(b"a") is None and pool.lookup(b"b") == 3  # evicted before a new block was begun
+    many = pool.allocate(5)
+    assert sorted(many) == [1, 2, 3, 4, 5] and pool.num_free == 2 and not pool.is_free(5)
+    pool.check()
+    pool.release(reversed(many))
+    assert sorted(pool.allocate(7)) == list(range(1, 8)) and pool.num_free == 0
+    pool.check()
+    with pytest.raises(AssertionError, match="asked for 1 blocks, 0 are free"):
+        pool.allocate(1)

@@ -253,3 +253,72 @@ def test_damaged_weights_are_a_load_error(tmp_path) -> None:  # type: ignore[no-
             assert len(tiny.tokens(await collect(client, request()))) == 16
 
     asyncio.run(scenario())
+
+
+def test_input_waits_for_its_request() -> None:
+    """While the host is being restarted nothing of an input is lost, and none overtakes its request."""
+
+    class Slow(HostClient):
+        def __init__(self) -> None:
+            super().__init__()
+            self.reachable = asyncio.Event()
+            self.posted: list[str] = []
+
+        async def _reach(self) -> None:
+            await self.reachable.wait()
+
+        def _post(self, message: object) -> None:
+            self.posted.append(type(message).__name__)
+
+        def _is_alive(self) -> bool:
+            return True
+
+    async def main() -> None:
+        client = Slow()
+        events = client.submit(Request(request_id="r", model="m", prompt=[1], open=True))
+        first = asyncio.ensure_future(anext(events))
+        await asyncio.sleep(0)
+        appending = asyncio.ensure_future(client.append("r", [2], last=True))
+        await asyncio.sleep(0.01)
+        assert not client.posted and not appending.done()
+        client.reachable.set()
+        await appending
+        assert client.posted == ["Submit", "Append"]
+        client._receive([Done(request_id="r", finish_reason="stop")])
+        assert isinstance(await first, Done)
+        # One that ends before it is sent lets go of its input.
+        client.reachable.clear()
+        late = asyncio.ensure_future(anext(client.submit(Request(request_id="s", model="m", prompt=[1], open=True))))
+        await asyncio.sleep(0)
+        appending = asyncio.ensure_future(client.append("s", [2]))
+        await asyncio.sleep(0.01)
+        client._receive([Aborted(request_id="s", reason="client")])
+        await appending
+        client.reachable.set()
+        assert isinstance(await late, Aborted) and "Submit" not in client.posted[2:]
+
+    asyncio.run(main())
+
+
+def test_input_waits_for_room_in_the_socket() -> None:
+    async def main() -> None:
+        client = await ProcessClient.start(HostConfig(models=()))
+        try:
+            assert client._process is not None
+            os.kill(client._process.pid, signal.SIGSTOP)  # it reads nothing
+            sending = asyncio.ensure_future(_pour(client))
+            done, _ = await asyncio.wait({sending}, timeout=0.5)
+            assert not done
+            assert client._transport is not None
+            assert client._transport.get_write_buffer_size() < 4 << 20  # type: ignore[attr-defined]
+            os.kill(client._process.pid, signal.SIGCONT)
+            await asyncio.wait_for(sending, 30)
+        finally:
+            await client.close()
+
+    asyncio.run(main())
+
+
+async def _pour(client: ProcessClient) -> None:
+    for _ in range(64):
+        await client.append("nobody", [], pcm=bytes(1 << 20))

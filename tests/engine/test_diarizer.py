@@ -161,14 +161,41 @@ def test_a_recording_is_read_in_bounded_pieces(encoder: SpeakerEncoder, voices: 
         return pcm[start:end]
 
     work = Diarization(read, segments, TranscribeOptions(), encoder, regions=[(0.0, pcm.shape[0] / RATE)])
-    steps = 1
-    while (result := work.step()) is None:
-        steps += 1
-    assert steps == len(reads) + 1 and len(reads) >= 2
+    per_step = []
+    result = None
+    while result is None:
+        before = len(reads)
+        result = work.step()
+        per_step.append(len(reads) - before)
+    heard = per_step.index(0)  # then voices, path and labels, each in steps of their own
+    assert set(per_step[:heard]) == {1} and not any(per_step[heard:]) and heard >= 2 and len(per_step) > heard + 2
     assert max(end - start for start, end in reads) <= 31 * RATE
     assert reads[-1][1] == pcm.shape[0]
     whole = diarize(pcm, segments, TranscribeOptions(), encoder, regions=[(0.0, pcm.shape[0] / RATE)])
     assert result == whole and set(spoken(result)) == {"SPEAKER_00", "SPEAKER_01"}
+
+
+def test_known_voices_are_heard_one_a_step(encoder: SpeakerEncoder, voices: dict[str, list[Tensor]]) -> None:
+    pcm, truth = conversation([("her", clip) for clip in voices["her"][:2]])
+    segments, _ = transcript(truth)
+    known = tuple((name, voices[name][8].numpy().tobytes()) for name in ("her", "high", "low"))
+    heard: list[int] = []
+
+    class Counting:
+        embed_spans = staticmethod(encoder.embed_spans)
+
+        def voice(self, pcm: Tensor) -> Tensor:
+            heard.append(pcm.shape[0])
+            return encoder.voice(pcm)
+
+    work = Diarization(lambda a, b: pcm[a:b], segments, TranscribeOptions(known_speakers=known), Counting())
+    assert not heard  # opening costs nothing
+    result = None
+    while result is None:
+        before = len(heard)
+        result = work.step()
+        assert len(heard) - before <= 1
+    assert len(heard) == 3 and set(spoken(result)) == {"her"}
 
 
 def test_silence_and_scraps_are_one_speaker_or_nothing(encoder: SpeakerEncoder) -> None:

@@ -14,9 +14,12 @@ from motet.kernels.attention import (
     copy_slots,
     dense_attention,
     dense_attention_reference,
+    dequantize_rows,
     merge_lse,
     paged_attention,
     paged_attention_reference,
+    quantize_rows,
+    row_width,
     store_kv,
 )
 
@@ -117,6 +120,57 @@ def test_window_blocks_may_be_gone(backend: str) -> None:
     table[0, : (61 - 8 + 1) // 4] = 0
     kv[0] = torch.nan
     agrees(q, kv, changed(batch, block_tables=(table,)), window=8)
+
+
+KINDS = pytest.mark.parametrize("kind", ["plain", "int8"])
+
+
+def cached(kv: torch.Tensor, kind: str) -> torch.Tensor:
+    """The cache as it is, or quantized; NaN rows become rows whose scale is NaN."""
+    return quantize_rows(kv) if kind == "int8" else kv
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "block"),
+    [(9, 3, 64, 16), (6, 6, 80, 8), (7, 1, 96, 128), (8, 2, 128, 32), (2, 1, 256, 64), (10, 1, 33, 16), (5, 1, 64, 8)],
+)
+def test_every_cache(
+    backend: str, kind: str, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, block: int
+) -> None:
+    """Lengths 0, 1 and ragged, few rows and many, over more than a chunk; unused slots hold NaN."""
+    spans = [(0, 1), (0, 0), (17, 1), (299, 1), (0, 21), (250, 9)]
+    q, kv, batch = paged(spans, heads=heads, kv_heads=kv_heads, dim=dim, block=block, dtype=dtype)
+    tolerance = 2e-5 if dtype is torch.float32 else 1.6e-2
+    agrees(q, cached(kv, kind), batch, tolerance)
+    agrees(q, cached(kv, kind), batch, tolerance, window=40, soft_cap=4.0)
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_thousand_rows(backend: str, kind: str, dtype: torch.dtype) -> None:
+    q, kv, batch = paged([(0, 1000)], heads=3, kv_heads=1, dim=64, block=32, dtype=dtype)
+    agrees(q, cached(kv, kind), batch, 2e-5 if dtype is torch.float32 else 1.6e-2)
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("part", [0, 1], ids=["k", "v"])
+def test_nan_that_a_row_sees_is_its_sequences_alone(backend: str, kind: str, dtype: torch.dtype, part: int) -> None:
+    q, kv, batch = paged([(20, 1), (30, 1)], dtype=dtype)
+    clean = paged_attention(q, cached(kv, kind), batch, 0, scale=0.25)
+    kv[batch.block_tables[0][0, 2], part, :, 1, 3] = torch.nan
+    out, lse = paged_attention(q, cached(kv, kind), batch, 0, scale=0.25, return_lse=True)
+    assert bool(out[0].isnan().any(-1).all()) and torch.equal(out[1], clean[1])
+    assert bool(lse[0].isnan().all()) == (part == 0) and bool(lse[1].isfinite().all())
+
+
+def test_int8_error_is_what_rounding_to_127_steps_costs(backend: str) -> None:
+    q, kv, batch = paged([(300, 1), (0, 20)], heads=9, kv_heads=3, dim=64, block=16, dtype=torch.bfloat16)
+    exact, _ = paged_attention_reference(q, kv, batch, 0, scale=0.125)
+    ours = paged_attention(q, quantize_rows(kv), batch, 0, scale=0.125)
+    assert 0 < (ours.double() - exact).abs().max() < 0.05
 
 
 def test_low_precision_error_is_at_most_twice_plain_torch(backend: str) -> None:
@@ -222,10 +276,12 @@ def test_batched_equals_alone_bit_for_bit(backend: str, options: dict[str, Any])
         assert torch.equal(together[here], paged_attention(q[here], kv, alone, 0, scale=0.125, **options))
 
 
+@KINDS
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_chunked_equals_whole(backend: str, threads: int, dtype: torch.dtype) -> None:
-    q, kv, batch = paged([(0, 300)], heads=3, kv_heads=1, dim=32, block=16, dtype=dtype)
+def test_chunked_equals_whole(backend: str, threads: int, dtype: torch.dtype, kind: str) -> None:
+    q, kv, batch = paged([(0, 300)], heads=3, kv_heads=1, dim=80, block=16, dtype=dtype)
+    kv = cached(kv, kind)
     whole = paged_attention(q, kv, batch, 0, scale=0.2, window=270)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -415,6 +471,29 @@ def test_store_kv(backend: str, dtype: torch.dtype, from_dtype: torch.dtype) -> 
     assert torch.equal(kv, expected)
 
 
+@pytest.mark.parametrize("from_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [20, 33])
+def test_store_int8(backend: str, from_dtype: torch.dtype, dim: int) -> None:
+    kv = torch.zeros(6, 2, 3, 4, row_width(dim, torch.int8), dtype=torch.int8)
+    fused = (3.0 * torch.randn(5, 9, dim)).to(from_dtype)
+    fused[0, 0] = 0.0
+    fused[2, 1, 4] = torch.nan
+    fused[3, 7, 0] = -torch.inf
+    fused[2, 6] = 1e-38
+    slots = torch.tensor([5, -1, 23, 8, 0])
+    store_kv(fused[:, :3], fused[:, 6:], kv, slots)
+    back = dequantize_rows(kv)
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            for part, x in enumerate((fused[row, :3], fused[row, 6:])):
+                assert torch.equal(kv[slot // 4, part, :, slot % 4], quantize_rows(x))
+    assert bool(back[5, 0, 1, 3].isnan().all()) and bool(back[2, 1, 1, 0].isnan().all())
+    assert not back[1, 0, 0, 1].any() and not back[5, 1, 0, 3].any()
+    assert int(back.isnan().sum()) == 2 * dim and int((back != 0).any(-1).sum()) == 24 - 2
+    error = (back[1, 0, 1, 1] - fused[0, 1].float()).abs().max()
+    assert error <= fused[0, 1].float().abs().max() / 127 * 0.5001
+
+
 def test_store_poisoned_padding(backend: str) -> None:
     kv = torch.zeros(2, 2, 1, 4, 8)
     k = torch.full((2, 1, 8), torch.nan)
@@ -422,8 +501,9 @@ def test_store_poisoned_padding(backend: str) -> None:
     assert torch.equal(kv, torch.zeros_like(kv))
 
 
-def test_copy_slots_reads_before_it_writes() -> None:
-    kvs = [torch.randn(4, 2, 3, 5, 8) for _ in range(2)]
+@KINDS
+def test_copy_slots_reads_before_it_writes(kind: str) -> None:
+    kvs = [cached(torch.randn(4, 2, 3, 5, 8), kind) for _ in range(2)]
     before = [kv.clone() for kv in kvs]
     src, dst = [6, 7, 19, 3], [7, 6, 3, 4]
     copy_slots(kvs, torch.tensor(src), torch.tensor(dst), 5)

@@ -11,6 +11,7 @@ import torch
 
 from motet.engine.errors import ModelLoadError
 from motet.kernels import attention
+from motet.kernels.attention import quantize_rows
 from motet.kernels.dispatch import cpu_ops
 from motet.models.whisper import Whisper, load_whisper
 
@@ -232,3 +233,22 @@ def test_unusable_directories(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="tokenizer"):
         load_whisper(tmp_path)
     assert hf is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_windows_give_nearly_the_same(dtype: torch.dtype) -> None:
+    """Keys and values of windows in int8: hidden rows and alignment move little, a cut window's rest is never read."""
+    model = load_whisper(TINY, dtype=dtype)
+    features = model.encode(model.log_mel([speech_like(6.0)]))[:, :900]
+    ids = [*model.tokens.prompt(), 400, 1029, 2068]
+    plain, int8 = model.new_cache(2), model.new_cache(2, cross_int8=True)
+    assert int8.num_bytes < plain.num_bytes and int8.cross_kv[0].dtype is torch.int8
+    hidden = []
+    for cache in (plain, int8):
+        for kv in cache.cross_kv:
+            kv[1] = quantize_rows(torch.full((*kv.shape[1:4], 64), torch.nan)) if cache is int8 else torch.nan
+        model.set_audio(cache, [1], features)
+        hidden.append(model.decode(ids, [1] * len(ids), range(len(ids)), cache).float())
+    assert worst(*hidden) <= 0.03 * float(hidden[0].abs().max())
+    maps = [model.alignment(cache, 1, len(ids), 900) for cache in (plain, int8)]
+    assert bool(maps[1].isfinite().all()) and worst(*maps) <= 0.05

@@ -1,4 +1,5 @@
-"""Judges that are not ours, against the real server on the packaged model: npm's `openai` client and `schemathesis`.
+"""Judges that are not ours: npm's `openai` client and `schemathesis`, against the real server on the packaged model, and
+faster-whisper, which must hear the same text as we do in the same weights (same_text.py).
 
 `make referees` runs this. Each referee lives in its own folder under $MOTET_VENVS (default ~/.cache/motet/venvs), made
 from the pin file beside this script and reused while that is unchanged. Bounded: about five minutes when built.
@@ -88,8 +89,12 @@ def run_schemathesis(folder: Path, url: str) -> bool:
     return subprocess.run(command, cwd=folder, timeout=600).returncode == 0
 
 
+def run_same_text() -> bool:
+    return subprocess.run([sys.executable, str(HERE / "same_text.py")], timeout=600).returncode == 0
+
+
 def main() -> int:
-    verdicts: dict[str, bool] = {}
+    verdicts: dict[str, bool] = {"faster-whisper's text": run_same_text()}
     with contextlib.ExitStack() as stack:
         fuzzer = built("schemathesis", HERE / "schemathesis.txt", build_schemathesis)
         client = built("openai-npm", HERE / "package.json", build_openai) if shutil.which("npm") else None

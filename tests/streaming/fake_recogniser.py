@@ -85,7 +85,11 @@ class FakeRecogniser:
             yield Done(**self.ids(), finish_reason="stop", audio_s=self.num_samples / RATE)
 
     async def _file(self) -> AsyncIterator[AnyEvent]:
-        samples = np.frombuffer(self.request.pcm, "<f4" if self.request.encoding == "f32" else "<i2").astype(np.float32)
+        pcm, last = self.request.pcm, not self.request.in_pieces
+        while not last and not self.stopped():
+            piece, last = await self.inbox.get()
+            pcm += piece
+        samples = np.frombuffer(pcm, "<f4" if self.request.encoding == "f32" else "<i2").astype(np.float32)
         samples = samples if self.request.encoding == "f32" else samples / 32768
         self.num_samples = len(samples)
         for start, stop in stretches(samples):
@@ -109,11 +113,17 @@ class FakeRecogniser:
                 quiet = 0 if loud else quiet + len(window)
                 if start is None and loud:
                     start, told = at, 0
-                    yield Speech(**self.ids(), what="started", sample=at)
+                    yield Speech(**self.ids(), what="started", sample=at, upto=at / RATE)
                 elif start is not None and self.options.vad and quiet >= self.options.end_silence_s * RATE:
                     stop = self.num_samples - quiet
-                    yield Speech(**self.ids(), what="stopped", sample=stop)
-                    yield Recognized(**self.ids(), segments=[self.segment(start, stop)], language="en")
+                    yield Speech(**self.ids(), what="stopped", sample=stop, upto=start / RATE)
+                    said = [self.segment(start, stop)]
+                    if self.options.prompt == "in two":  # the text comes in two events, long before the end of speech
+                        said = [self.segment(start, start + WORD), self.segment(start + WORD, start + 2 * WORD)]
+                        yield Recognized(**self.ids(), segments=said[:1], language="en", upto=start / RATE)
+                    elif self.options.prompt == "no words":
+                        said = []
+                    yield Recognized(**self.ids(), segments=said[-1:], language="en", upto=stop / RATE)
                     start = None
                 elif start is not None and loud and self.options.partial_s:
                     full = (self.num_samples - start) // WORD
@@ -124,9 +134,9 @@ class FakeRecogniser:
                         told = full - 1
         if start is not None and not self.stopped():
             if self.options.vad:
-                yield Speech(**self.ids(), what="stopped", sample=self.num_samples - quiet)
+                yield Speech(**self.ids(), what="stopped", sample=self.num_samples - quiet, upto=start / RATE)
             segments = [self.segment(start, self.num_samples - quiet)] if self.num_samples - quiet > start else []
-            yield Recognized(**self.ids(), segments=segments, language="en")
+            yield Recognized(**self.ids(), segments=segments, language="en", upto=self.num_samples / RATE)
 
 
 def stretches(samples: np.ndarray[Any, np.dtype[np.float32]]) -> list[tuple[int, int]]:

@@ -314,6 +314,34 @@ def test_too_long_a_file_and_many_at_once(start_server: Callable[..., Running]) 
     assert [json.loads(reply.body)["text"] for reply in replies] == ["one two"] * 6
 
 
+def test_a_long_file_reaches_the_engine_in_pieces(start_server: Callable[..., Running]) -> None:
+    server = start_server(max_audio_s=150.0, max_uploads_bytes=1 << 23)
+    long = encode_wav(sum_of([sound(1.0, silence_s=139.0), sound(1.0)]))  # 4.5 MB: s16
+    for _ in range(3):  # the room for uploads is free again
+        reply = ask(server, file=long)
+        assert reply.status == 200 and json.loads(reply.body)["text"] == "one two one two"
+        assert abs(json.loads(reply.body)["usage"]["seconds"] - 141.0) < 0.01
+    request = server.engine.audio[0]
+    assert request.in_pieces and request.encoding == "s16"
+    assert server.engine.appended == 3 * (141 * RATE * 2 - 4 * 2**20)  # only the first 4 MB went with the request
+    # What is wrong with the end of it is said as if it had been known from the beginning.
+    longer = encode_wav(sum_of([sound(1.0, silence_s=159.0)]))
+    for stream in ("true", "false"):
+        reply = ask(server, ("stream", stream), file=longer)
+        assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "audio_too_long", "file")
+    server.wait(lambda engine: not engine.live, "nothing is left of it")
+    assert list(server.engine.ended.values()) == ["stop"] * 3 + ["abort: closed"] * 2
+
+
+def test_the_engine_ends_while_a_long_file_comes(start_server: Callable[..., Running]) -> None:
+    server = start_server()
+    server.engine.submit_error = EngineDead("the engine ended")
+    reply = ask(server, file=encode_wav(sound(1.0, silence_s=299.0)))
+    assert (reply.status, reply.error["message"]) == (503, "the engine ended")
+    server.engine.submit_error = None
+    assert ask(server).status == 200
+
+
 def test_long_silence_before_the_first_text_is_broken(start_server: Callable[..., Running]) -> None:
     server = start_server(sse_keep_alive_s=0.1)
     server.engine.first_s = 0.35

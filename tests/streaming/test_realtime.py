@@ -117,6 +117,17 @@ def test_openai_client_with_server_vad(server: Running) -> None:
     server.wait(lambda engine: not engine.live, "the stream ends with its session")
 
 
+@pytest.mark.parametrize(("prompt", "texts"), [("in two", [" one one"] * 2), ("no words", ["", ""])])
+def test_an_item_is_complete_when_the_engine_says_so(server: Running, prompt: str, texts: list[str]) -> None:
+    """Not when its text reaches the end of speech, which it may never do, and not some time later."""
+    with session(server) as ws:
+        update(ws, transcription={"model": ASR, "prompt": prompt})
+        for _ in range(2):
+            say(ws, s16(sound(6.0, silence_s=0.8, rate=24000)))
+        got = until(ws, f"{TRANSCRIPTION}.completed", 2)
+        assert [e["transcript"] for e in got if e["type"] == f"{TRANSCRIPTION}.completed"] == [t.strip() for t in texts]
+
+
 def test_manual_commits(server: Running) -> None:
     with session(server) as ws:
         assert update(ws, turn_detection=None)["session"]["audio"]["input"]["turn_detection"] is None

@@ -1,0 +1,457 @@
+// Products of 4 and 8 bit weights with activations in 8 bits, compiled once per instruction set (see build.py).
+//
+// Activations are quantized as they come, each block of 32 inputs of a row with its own scale (max / 127), so the products
+// of a block are whole numbers and their sum is exact; it is then scaled and added in fp32, block after block. A result
+// depends on its row and its feature alone: every path below does the same operations in the same order.
+//
+// Bytes are multiplied four inputs at a time (VPDPBUSD where there is one): a vector holds four inputs of each of its
+// features. Weights must be unsigned there, so what lies above their true value (8 for q4_0, 128 for 8 bits) comes off by
+// starting the sum at that many times minus the sum of the activations.
+
+#if defined(__x86_64__)
+// GCC 12 takes the undefined vectors inside its own intrinsics for ours.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+#endif
+
+#include <cmath>
+#include <cstring>
+
+#include "gemm.h"
+
+namespace {
+
+using motet::Activations;
+using motet::kBlock;
+using motet::kTile;
+using motet::Output;
+using motet::Type;
+using motet::Weight;
+
+constexpr int64_t kQuads = kBlock / 4;
+constexpr float kTiny = 0x1p-120f;  // blocks whose largest value lies below are taken as zero: their scale has no inverse
+#define MOTET_INLINE __attribute__((always_inline)) inline
+
+MOTET_INLINE float bits_to_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+MOTET_INLINE uint16_t to_bf16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  if (value != value) return 0x7fc0;
+  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+template <class T>
+MOTET_INLINE T read(const void* p) {
+  T value;
+  std::memcpy(&value, p, sizeof(value));
+  return value;
+}
+
+#if defined(__AVX512VNNI__)
+// ------------------------------------------------------------------------------------------------------------- AVX-512
+constexpr int kLanes = 16, kRegisterRows = 6;
+constexpr int kAbove = 128;  // what an 8-bit weight is raised by
+using VecI = __m512i;
+using VecF = __m512;
+
+MOTET_INLINE VecI load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+MOTET_INLINE VecI low_nibbles(VecI v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
+MOTET_INLINE VecI high_nibbles(VecI v) {
+  return _mm512_and_si512(_mm512_maskz_srli_epi16(0xffffffff, v, 4), _mm512_set1_epi8(15));
+}
+MOTET_INLINE VecI raised(VecI v) { return _mm512_xor_si512(v, _mm512_set1_epi8(-128)); }
+MOTET_INLINE VecI splat(int32_t v) { return _mm512_set1_epi32(v); }
+MOTET_INLINE VecF splat(float v) { return _mm512_set1_ps(v); }
+template <int kBits>
+MOTET_INLINE VecI dot(VecI sum, VecI weights, VecI x) {
+  return _mm512_dpbusd_epi32(sum, weights, x);
+}
+MOTET_INLINE VecF to_float(VecI v) { return _mm512_maskz_cvtepi32_ps(0xffff, v); }
+MOTET_INLINE VecF times(VecF a, VecF b) { return _mm512_mul_ps(a, b); }
+MOTET_INLINE VecF plus(VecF a, VecF b) { return _mm512_add_ps(a, b); }
+MOTET_INLINE VecF fused(VecF a, VecF b, VecF c) { return _mm512_fmadd_ps(a, b, c); }
+MOTET_INLINE VecF load_fp32(const void* p) { return _mm512_loadu_ps(p); }
+MOTET_INLINE VecF load_fp16(const void* p) {
+  return _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(static_cast<const __m256i*>(p)));
+}
+MOTET_INLINE VecF load_bf16(const void* p) {
+  const VecI wide = _mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256(static_cast<const __m256i*>(p)));
+  return (VecF)_mm512_maskz_slli_epi32(0xffff, wide, 16);
+}
+MOTET_INLINE void store_fp32(void* p, VecF v) { _mm512_storeu_ps(p, v); }
+MOTET_INLINE void store_bf16(void* p, VecF v) {
+  const VecI bits = (VecI)v, even = _mm512_and_si512(_mm512_maskz_srli_epi32(0xffff, bits, 16), splat(1));
+  const VecI near = _mm512_maskz_srli_epi32(0xffff, _mm512_add_epi32(bits, _mm512_add_epi32(even, splat(0x7fff))), 16);
+  const VecI whole = _mm512_mask_mov_epi32(near, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), splat(0x7fc0));
+  _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_maskz_cvtepi32_epi16(0xffff, whole));
+}
+#elif defined(__AVX2__)
+// ---------------------------------------------------------------------------------------------------------------- AVX2
+constexpr int kLanes = 8, kRegisterRows = 2;
+using VecI = __m256i;
+using VecF = __m256;
+
+MOTET_INLINE VecI load_bytes(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+MOTET_INLINE VecI low_nibbles(VecI v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
+MOTET_INLINE VecI high_nibbles(VecI v) { return _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15)); }
+MOTET_INLINE VecI splat(int32_t v) { return _mm256_set1_epi32(v); }
+MOTET_INLINE VecF splat(float v) { return _mm256_set1_ps(v); }
+#if defined(__AVXVNNI__)
+constexpr int kAbove = 128;
+MOTET_INLINE VecI raised(VecI v) { return _mm256_xor_si256(v, _mm256_set1_epi8(-128)); }
+template <int kBits>
+MOTET_INLINE VecI dot(VecI sum, VecI weights, VecI x) {
+  return _mm256_dpbusd_avx_epi32(sum, weights, x);
+}
+#else
+// VPMADDUBSW adds pairs in 16 bits, which 255 * 127 * 2 exceeds: 8-bit weights keep their sign, which goes to x.
+constexpr int kAbove = 0;
+MOTET_INLINE VecI raised(VecI v) { return v; }
+template <int kBits>
+MOTET_INLINE VecI dot(VecI sum, VecI weights, VecI x) {
+  const VecI pairs = kBits == 4 ? _mm256_maddubs_epi16(weights, x)
+                                : _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(x, weights));
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+#endif
+MOTET_INLINE VecF to_float(VecI v) { return _mm256_cvtepi32_ps(v); }
+MOTET_INLINE VecF times(VecF a, VecF b) { return _mm256_mul_ps(a, b); }
+MOTET_INLINE VecF plus(VecF a, VecF b) { return _mm256_add_ps(a, b); }
+MOTET_INLINE VecF fused(VecF a, VecF b, VecF c) { return _mm256_fmadd_ps(a, b, c); }
+MOTET_INLINE VecF load_fp32(const void* p) { return _mm256_loadu_ps(static_cast<const float*>(p)); }
+MOTET_INLINE VecF load_fp16(const void* p) { return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(p))); }
+MOTET_INLINE VecF load_bf16(const void* p) {
+  return (VecF)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))), 16);
+}
+MOTET_INLINE void store_fp32(void* p, VecF v) { _mm256_storeu_ps(static_cast<float*>(p), v); }
+MOTET_INLINE void store_bf16(void* p, VecF v) {
+  const VecI bits = (VecI)v, even = _mm256_and_si256(_mm256_srli_epi32(bits, 16), splat(1));
+  const VecI near = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(even, splat(0x7fff))), 16);
+  const VecI whole = _mm256_blendv_epi8(near, splat(0x7fc0), (VecI)_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+  const VecI words = _mm256_permute4x64_epi64(_mm256_packus_epi32(whole, whole), 0x08);
+  _mm_storeu_si128(static_cast<__m128i*>(p), _mm256_castsi256_si128(words));
+}
+#else
+// ------------------------------------------------------------------------------------------------- any other processor
+constexpr int kLanes = 4, kRegisterRows = 2;
+constexpr int kAbove = 0;
+typedef int32_t VecI __attribute__((vector_size(16)));
+typedef float VecF __attribute__((vector_size(16)));
+typedef uint8_t VecB __attribute__((vector_size(16)));
+typedef int8_t VecS __attribute__((vector_size(16)));
+
+MOTET_INLINE VecI load_bytes(const uint8_t* p) { return read<VecI>(p); }
+MOTET_INLINE VecI low_nibbles(VecI v) { return (VecI)((VecB)v & 15); }
+MOTET_INLINE VecI high_nibbles(VecI v) { return (VecI)((VecB)v >> 4); }
+MOTET_INLINE VecI raised(VecI v) { return v; }
+MOTET_INLINE VecI splat(int32_t v) { return v - VecI{}; }
+MOTET_INLINE VecF splat(float v) { return v - VecF{}; }
+// Byte `i` of every lane, with its sign.
+template <int i>
+MOTET_INLINE VecI byte_of(VecI v) {
+#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+  return (VecI)((v << (24 - 8 * i)) >> 24);
+#else
+  return (VecI)((v << (8 * i)) >> 24);
+#endif
+}
+template <int kBits>
+MOTET_INLINE VecI dot(VecI sum, VecI weights, VecI x) {
+  return sum + byte_of<0>(weights) * byte_of<0>(x) + byte_of<1>(weights) * byte_of<1>(x) +
+         byte_of<2>(weights) * byte_of<2>(x) + byte_of<3>(weights) * byte_of<3>(x);
+}
+MOTET_INLINE VecF to_float(VecI v) { return __builtin_convertvector(v, VecF); }
+MOTET_INLINE VecF times(VecF a, VecF b) { return a * b; }
+MOTET_INLINE VecF plus(VecF a, VecF b) { return a + b; }
+MOTET_INLINE VecF fused(VecF a, VecF b, VecF c) { return a * b + c; }
+MOTET_INLINE VecF load_fp32(const void* p) { return read<VecF>(p); }
+MOTET_INLINE float from_fp16(uint16_t half) {
+  const uint32_t sign = (half & 0x8000u) << 16, rest = half & 0x7fffu;
+  if (rest >= 0x7c00) return bits_to_float(sign | 0x7f800000u | (rest & 0x3ffu) << 13);
+  const float value = rest < 0x400 ? static_cast<float>(rest) * 0x1p-24f : bits_to_float((rest << 13) + (112u << 23));
+  return sign ? -value : value;
+}
+MOTET_INLINE VecF load_fp16(const void* p) {
+  const uint16_t* half = static_cast<const uint16_t*>(p);
+  return VecF{from_fp16(half[0]), from_fp16(half[1]), from_fp16(half[2]), from_fp16(half[3])};
+}
+MOTET_INLINE VecF load_bf16(const void* p) {
+  const uint16_t* half = static_cast<const uint16_t*>(p);
+  VecF v;
+  for (int i = 0; i < 4; ++i) v[i] = bits_to_float(static_cast<uint32_t>(half[i]) << 16);
+  return v;
+}
+MOTET_INLINE void store_fp32(void* p, VecF v) { std::memcpy(p, &v, sizeof(v)); }
+MOTET_INLINE void store_bf16(void* p, VecF v) {
+  for (int i = 0; i < 4; ++i) static_cast<uint16_t*>(p)[i] = to_bf16(v[i]);
+}
+#endif
+
+// -------------------------------------------------------------------------------------------------------- activations
+
+#if defined(__AVX512VNNI__)
+// The bits of the largest magnitude of a block; a NaN is above infinity.
+MOTET_INLINE uint32_t largest(const uint16_t* x) {
+  const __m512i magnitude = _mm512_and_si512(_mm512_loadu_si512(x), _mm512_set1_epi16(0x7fff));
+  const __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(magnitude), _mm512_maskz_extracti64x4_epi64(0xff, magnitude, 1));
+  const __m128i quarter = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+  const __m128i least = _mm_minpos_epu16(_mm_xor_si128(quarter, _mm_set1_epi16(-1)));
+  return ~static_cast<uint32_t>(_mm_cvtsi128_si32(least)) & 0xffff;
+}
+
+// 32 bytes of a block, in order; returns their sum.
+template <int kBits>
+MOTET_INLINE int32_t quantize_block(const uint16_t* x, float inverse, int8_t* to) {
+  const __m512 low = times(load_bf16(x), splat(inverse)), high = times(load_bf16(x + 16), splat(inverse));
+  __m256i q = _mm256_set_m128i(_mm512_maskz_cvtsepi32_epi8(0xffff, _mm512_maskz_cvtps_epi32(0xffff, high)),
+                               _mm512_maskz_cvtsepi32_epi8(0xffff, _mm512_maskz_cvtps_epi32(0xffff, low)));
+  if constexpr (kBits == 4) {
+    q = _mm256_shuffle_epi8(q, _mm256_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15,  //
+                                                0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15));
+  }
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), q);
+  const __m256i fours = _mm256_dpbusd_epi32(_mm256_setzero_si256(), _mm256_set1_epi8(1), q);
+  __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));
+  sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1)));
+}
+
+// Sixteen blocks at a time, so that the divisions are made side by side and no block waits for its own.
+template <int kBits>
+void quantize_rows(const Weight& w, const uint16_t* x, int64_t begin, int64_t end, const Activations& to) {
+  const __m512i above = splat(-w.zero - (kBits == 8 ? kAbove : 0));
+  for (int64_t i = begin * w.blocks; i < end * w.blocks; i += 16) {
+    const int64_t count = end * w.blocks - i < 16 ? end * w.blocks - i : 16;
+    alignas(64) uint32_t bits[16] = {};
+    alignas(64) float inverse[16];
+    alignas(64) int32_t sums[16] = {};
+    for (int64_t b = 0; b < count; ++b) bits[b] = largest(x + (i + b) * kBlock) << 16;
+    const __m512i most = _mm512_load_si512(bits);
+    const __mmask16 strange = _mm512_cmpge_epu32_mask(most, splat(0x7f800000));
+    const __mmask16 usable = ~strange & _mm512_cmp_ps_mask((__m512)most, splat(kTiny), _CMP_GE_OQ);
+    const __m512 steps = _mm512_mask_mov_ps(_mm512_maskz_div_ps(usable, (__m512)most, splat(127.0f)), strange, splat(NAN));
+    _mm512_store_ps(inverse, _mm512_maskz_div_ps(usable, splat(127.0f), (__m512)most));
+    for (int64_t b = 0; b < count; ++b) sums[b] = quantize_block<kBits>(x + (i + b) * kBlock, inverse[b], to.quants + (i + b) * kBlock);
+    const __mmask16 present = static_cast<__mmask16>((1u << count) - 1);
+    const __m512i total = _mm512_load_si512(sums);
+    _mm512_mask_storeu_ps(to.scale + i, present, steps);
+    _mm512_mask_storeu_ps(to.sum + i, present, times(steps, to_float(total)));
+    _mm512_mask_storeu_epi32(to.start + i, present, _mm512_mullo_epi32(total, above));
+  }
+}
+#else
+template <int kBits>
+void quantize_rows(const Weight& w, const uint16_t* x, int64_t begin, int64_t end, const Activations& to) {
+  constexpr int kOrder[8] = {0, 4, 1, 5, 2, 6, 3, 7};  // of each 8 inputs, for 4 bits
+  const int32_t above = w.zero + (kBits == 8 ? kAbove : 0);
+  for (int64_t i = begin * w.blocks; i < end * w.blocks; ++i) {
+    const uint16_t* from = x + i * kBlock;
+    uint16_t high = 0;  // bits of the largest magnitude; a NaN is above infinity
+    for (int64_t k = 0; k < kBlock; ++k) high = (from[k] & 0x7fff) > high ? from[k] & 0x7fff : high;
+    const float most = bits_to_float(static_cast<uint32_t>(high) << 16), inverse = 127.0f / most;
+    if (high >= 0x7f80 || most < kTiny) {
+      std::memset(to.quants + i * kBlock, 0, kBlock);
+      to.scale[i] = to.sum[i] = high >= 0x7f80 ? NAN : 0.0f;
+      to.start[i] = 0;
+      continue;
+    }
+    int32_t q[kBlock], sum = 0;
+    for (int64_t k = 0; k < kBlock; ++k) {
+      const float steps = bits_to_float(static_cast<uint32_t>(from[k]) << 16) * inverse;
+      q[k] = static_cast<int32_t>((steps + 0x1.8p23f) - 0x1.8p23f);  // to the nearest, ties to even
+      sum += q[k];
+    }
+    for (int64_t k = 0; k < kBlock; ++k) to.quants[i * kBlock + k] = static_cast<int8_t>(q[kBits == 4 ? k / 8 * 8 + kOrder[k % 8] : k]);
+    to.scale[i] = most / 127.0f;
+    to.sum[i] = to.scale[i] * static_cast<float>(sum);
+    to.start[i] = -above * sum;
+  }
+}
+#endif
+
+void quantize(const Weight& w, const uint16_t* x, int64_t begin, int64_t end, const Activations& to) {
+  w.bits == 4 ? quantize_rows<4>(w, x, begin, end, to) : quantize_rows<8>(w, x, begin, end, to);
+}
+
+// ------------------------------------------------------------------------------------------------------------ products
+
+constexpr int kVectors = kTile / kLanes;  // vectors across a tile
+
+MOTET_INLINE VecF load_factor(const Weight& w, const void* table, int64_t at) {
+  return w.half ? load_fp16(static_cast<const uint16_t*>(table) + at) : load_fp32(static_cast<const float*>(table) + at);
+}
+
+MOTET_INLINE VecI quad(const int8_t* x) { return splat(read<int32_t>(x)); }
+
+// What multiplies a block's sum. With one scale a row of the weight (kWhole) that scale is left for the end.
+enum class Factors { scale, scale_and_minimum, whole };
+
+// Adds the bias and writes kept [num_rows][width] to rows from `row` on, features from `feature` on, `left` at most.
+__attribute__((noinline)) void finish(const Output& to, int64_t row, int64_t num_rows, int64_t feature, int64_t left,
+                                      int64_t width, const float* kept) {
+  for (int64_t r = 0; r < num_rows; ++r, kept += width) {
+    const int64_t at = (row + r) * to.stride + feature;
+    int64_t i = 0;
+    for (; i + kLanes <= width && i + kLanes <= left; i += kLanes) {
+      VecF v = load_fp32(kept + i);
+      if (to.bias) {
+        v = plus(v, to.bias_type == Type::bf16 ? load_bf16(static_cast<const uint16_t*>(to.bias) + feature + i)
+                                               : load_fp32(static_cast<const float*>(to.bias) + feature + i));
+      }
+      if (to.type == Type::bf16) {
+        store_bf16(static_cast<uint16_t*>(to.y) + at + i, v);
+      } else {
+        store_fp32(static_cast<float*>(to.y) + at + i, v);
+      }
+    }
+    for (; i < width && i < left; ++i) {
+      float value = kept[i];
+      if (to.bias) {
+        value += to.bias_type == Type::bf16
+                     ? bits_to_float(static_cast<uint32_t>(static_cast<const uint16_t*>(to.bias)[feature + i]) << 16)
+                     : static_cast<const float*>(to.bias)[feature + i];
+      }
+      if (to.type == Type::bf16) {
+        static_cast<uint16_t*>(to.y)[at + i] = to_bf16(value);
+      } else {
+        static_cast<float*>(to.y)[at + i] = value;
+      }
+    }
+  }
+}
+
+// kRows rows from `row` on times kTiles tiles from `tile` on.
+template <int kBits, Factors kFactors, int kTiles, int kRows>
+__attribute__((noinline)) void multiply_rows(const Weight& w, const Activations& a, int64_t row, int64_t tile, const Output& to) {
+  constexpr int kColumns = kTiles * kVectors;
+  constexpr int64_t kBytes = kBits * kTile * kBlock / 8, kVectorBytes = 4 * kLanes, kQuadBytes = 4 * kTile;
+  VecF acc[kColumns][kRows];
+#pragma GCC unroll 16
+  for (int c = 0; c < kColumns; ++c)
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) acc[c][r] = splat(0.0f);
+  const uint8_t* weights = w.quants + tile * w.blocks * kBytes;
+  const int64_t next = w.blocks * kBytes;  // bytes from a tile to the next
+  const int8_t* x = a.quants + row * w.in;
+  const float* scales = a.scale + row * w.blocks;
+  const float* sums = a.sum + row * w.blocks;
+  const int32_t* starts = a.start + row * w.blocks;
+  int64_t factors = tile * w.groups * kTile, left = w.blocks_per_group;
+  for (int64_t b = 0; b < w.blocks; ++b) {
+    VecI part[kColumns][kRows];
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 16
+      for (int c = 0; c < kColumns; ++c) part[c][r] = splat(starts[r * w.blocks + b]);
+    if constexpr (kBits == 4) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kQuads / 2; ++j) {
+        VecI packed[kColumns];
+#pragma GCC unroll 16
+        for (int c = 0; c < kColumns; ++c)
+          packed[c] = load_bytes(weights + c / kVectors * next + j * kQuadBytes + c % kVectors * kVectorBytes);
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) {
+          const VecI values = quad(x + r * w.in + 8 * j);
+#pragma GCC unroll 16
+          for (int c = 0; c < kColumns; ++c) part[c][r] = dot<4>(part[c][r], low_nibbles(packed[c]), values);
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) {
+          const VecI values = quad(x + r * w.in + 8 * j + 4);
+#pragma GCC unroll 16
+          for (int c = 0; c < kColumns; ++c) part[c][r] = dot<4>(part[c][r], high_nibbles(packed[c]), values);
+        }
+      }
+    } else {
+#pragma GCC unroll 8
+      for (int j = 0; j < kQuads; ++j) {
+        VecI bytes[kColumns];
+#pragma GCC unroll 16
+        for (int c = 0; c < kColumns; ++c)
+          bytes[c] = raised(load_bytes(weights + c / kVectors * next + j * kQuadBytes + c % kVectors * kVectorBytes));
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) {
+          const VecI values = quad(x + r * w.in + 4 * j);
+#pragma GCC unroll 16
+          for (int c = 0; c < kColumns; ++c) part[c][r] = dot<8>(part[c][r], bytes[c], values);
+        }
+      }
+    }
+#pragma GCC unroll 16
+    for (int c = 0; c < kColumns; ++c) {
+      const int64_t at = factors + c / kVectors * w.groups * kTile + c % kVectors * kLanes;
+      VecF scale = splat(1.0f), minimum = splat(0.0f);
+      if constexpr (kFactors != Factors::whole) scale = load_factor(w, w.scale, at);
+      if constexpr (kFactors == Factors::scale_and_minimum) minimum = load_factor(w, w.minimum, at);
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        const VecF own = splat(scales[r * w.blocks + b]);
+        acc[c][r] = fused(to_float(part[c][r]), kFactors == Factors::whole ? own : times(scale, own), acc[c][r]);
+        if constexpr (kFactors == Factors::scale_and_minimum)
+          acc[c][r] = fused(minimum, splat(sums[r * w.blocks + b]), acc[c][r]);
+      }
+    }
+    x += kBlock;
+    weights += kBytes;
+    if (--left == 0) {
+      left = w.blocks_per_group;
+      factors += kTile;
+    }
+  }
+  alignas(64) float kept[kRows][kColumns * kLanes];
+#pragma GCC unroll 16
+  for (int c = 0; c < kColumns; ++c) {
+    VecF scale = splat(1.0f);
+    if constexpr (kFactors == Factors::whole) scale = load_factor(w, w.scale, tile * kTile + c * kLanes);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r)
+      store_fp32(&kept[r][c * kLanes], kFactors == Factors::whole ? times(acc[c][r], scale) : acc[c][r]);
+  }
+  finish(to, row, kRows, tile * kTile, w.out - tile * kTile, kColumns * kLanes, kept[0]);
+}
+
+template <int kBits, Factors kFactors, int kTiles>
+void multiply_tiles(const Weight& w, const Activations& a, int64_t rows, int64_t tile, const Output& to) {
+  int64_t row = 0;
+  for (; rows - row >= kRegisterRows; row += kRegisterRows) multiply_rows<kBits, kFactors, kTiles, kRegisterRows>(w, a, row, tile, to);
+#define MOTET_CASE(N)                                  \
+  if constexpr (kRegisterRows > N) {                   \
+    if (rows - row == N) multiply_rows<kBits, kFactors, kTiles, N>(w, a, row, tile, to); \
+  }
+  MOTET_CASE(1) MOTET_CASE(2) MOTET_CASE(3) MOTET_CASE(4) MOTET_CASE(5)
+#undef MOTET_CASE
+}
+
+// Tiles side by side share the reading of activations; with few rows more of them fit the registers.
+template <int kBits, Factors kFactors>
+void multiply_range(const Weight& w, const Activations& a, int64_t rows, int64_t begin, int64_t end, const Output& to) {
+  int64_t tile = begin;
+  if constexpr (kLanes == 16) {
+    for (; rows == 1 && end - tile >= 4; tile += 4) multiply_rows<kBits, kFactors, 4, 1>(w, a, 0, tile, to);
+    for (; rows == 2 && end - tile >= 4; tile += 4) multiply_rows<kBits, kFactors, 4, 2>(w, a, 0, tile, to);
+    for (; end - tile >= 2; tile += 2) multiply_tiles<kBits, kFactors, 2>(w, a, rows, tile, to);
+  }
+  for (; tile < end; ++tile) multiply_tiles<kBits, kFactors, 1>(w, a, rows, tile, to);
+}
+
+void multiply(const Weight& w, const Activations& a, int64_t rows, int64_t begin, int64_t end, const Output& to) {
+  if (w.bits == 4) {
+    (w.minimum ? multiply_range<4, Factors::scale_and_minimum> : multiply_range<4, Factors::scale>)(w, a, rows, begin, end, to);
+  } else {
+    (w.groups == 1 ? multiply_range<8, Factors::whole> : multiply_range<8, Factors::scale>)(w, a, rows, begin, end, to);
+  }
+}
+
+const motet::Int8Table kTable = {MOTET_NAME, quantize, multiply};
+
+}  // namespace
+
+namespace motet {
+const Int8Table* MOTET_TABLE() { return &kTable; }
+}  // namespace motet

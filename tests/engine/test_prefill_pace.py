@@ -1,0 +1,226 @@
+"""The pace of prompts beside decodes, on scripted step times."""
+
+from __future__ import annotations
+
+import pytest
+
+from motet.engine.prefill_pace import CREDIT_S, LEAST, PrefillPace
+from motet.engine.types import StepPlan, StepResult, Tokens
+
+from .. import tiny
+
+
+def taught(slowdown: float = 1.8, decode_s: float = 0.010, num_decodes: int = 15) -> PrefillPace:
+    pace = PrefillPace(slowdown)
+    for _ in range(30):
+        pace.observe(num_decodes, 0, decode_s)
+    pace._credit_s = 0.0  # spent; the tests of it fill it anew
+    return pace
+
+
+def test_alone_a_prompt_has_no_limit() -> None:
+    assert taught().limit(0) is None
+    assert PrefillPace(1.8).limit(0) is None
+
+
+def test_without_experience_there_is_no_pace_to_keep() -> None:
+    pace = PrefillPace(1.8)
+    assert pace.limit(4) is None
+    pace.observe(4, 100, 0.5)
+    assert pace.limit(4) is None
+    pace.observe(4, 0, 0.01)
+    assert pace.limit(4) is not None
+
+
+def test_steps_come_to_the_wanted_length() -> None:
+    pace = taught(1.8, 0.010)
+    seconds = 0.0
+    for _ in range(20):
+        chunk = pace.limit(15)
+        assert chunk is not None
+        seconds = 0.010 + chunk * 0.0001
+        pace.observe(15, chunk, seconds)
+    assert pace.limit(15) == pytest.approx(80, abs=1)
+    assert seconds == pytest.approx(0.018, rel=0.02)
+
+
+def test_it_follows_a_context_that_makes_tokens_dearer() -> None:
+    pace = taught(2.0, 0.010)
+    done, longest = 0, 0.0
+    for _ in range(200):
+        chunk = pace.limit(15)
+        assert chunk is not None
+        cost = 0.0001 + done * 1e-7  # a token at 8,000 costs nine times what the first did
+        seconds = 0.010 + chunk * cost
+        longest = max(longest, seconds)
+        pace.observe(15, chunk, seconds)
+        done += chunk
+    assert 5300 < done <= 5403 and longest < 0.0225  # 5,403: every step exactly 20 ms
+
+
+def test_one_lucky_measurement_makes_no_giant() -> None:
+    pace = taught(1.8, 0.010)
+    pace.observe(15, LEAST, 0.010 + 1e-9)
+    limit = pace.limit(15)
+    assert limit == int(0.008 / (0.010 / 15 / 4))  # a quarter of what was feared, however little it took
+
+
+def test_a_prompt_gets_on_however_slow_it_is() -> None:
+    pace = taught(1.1, 0.001, 1)
+    pace.observe(1, 64, 5.0)
+    assert pace.limit(1) == LEAST
+
+
+def test_a_faster_step_than_any_decode_teaches_nothing() -> None:
+    pace = taught(1.8, 0.010)
+    pace.observe(15, 40, 0.014)
+    before = pace.limit(15)
+    pace.observe(15, 40, 0.002)
+    assert pace.limit(15) == before
+
+
+def test_the_nearest_number_of_decodes_stands_in() -> None:
+    pace = taught(2.0, 0.004, 2)
+    for _ in range(30):
+        pace.observe(30, 0, 0.020)
+    for _ in range(10):
+        pace.observe(30, 100, 0.030)
+    pace._credit_s = 0.0
+    assert pace.limit(28) == pytest.approx(200, abs=4)
+    assert pace.limit(3) == pytest.approx(53, abs=2)  # 4 ms, and a third more: a prompt weighs as much as four streams
+
+
+def test_many_prompts_beside_few_streams_may_take_longer() -> None:
+    pace = taught(1.8, 0.010, 4)
+    for _ in range(20):
+        pace.observe(4, 50, 0.015)
+    pace._credit_s = 0.0
+    assert pace.limit(4, 1) == pytest.approx(80, abs=1)
+    assert pace.limit(4, 3) == pytest.approx(240, abs=1)
+    pace = taught(1.8, 0.010, 15)
+    assert pace.limit(15, 1) == pace.limit(15, 3)
+
+
+def test_a_rare_prompt_is_not_cut() -> None:
+    pace = PrefillPace(1.8)
+    for _ in range(400):
+        pace.observe(15, 0, 0.010)
+    for _ in range(20):
+        pace.limit(15)
+        pace.observe(15, 80, 0.018)  # 0.1 ms a token, within its pace: no credit is spent
+    assert pace.limit(15) == pytest.approx((0.008 + CREDIT_S) / 0.0001, abs=2)
+    pace.observe(15, 1580, 0.010 + 0.158)
+    assert pace.limit(15) == pytest.approx(80, abs=1)  # the credit is spent
+    for _ in range(100):
+        pace.observe(15, 0, 0.010)
+    assert pace.limit(15) == pytest.approx(80 + 0.05 * 1.0 / 0.0001, abs=2)  # a twentieth of a second in a second
+
+
+@pytest.mark.parametrize("slowdown", [1.0, 0.5, -2.0, float("nan")])
+def test_a_slowdown_is_above_one(slowdown: float) -> None:
+    with pytest.raises(ValueError, match="more than 1"):
+        PrefillPace(slowdown)
+
+
+# ------------------------------------------------------------------------------------------------ in the scheduler
+
+
+class Scripted:
+    """An executor around the real one whose steps say that they took a scripted time."""
+
+    def __init__(self, inner: object, decode_s: float, token_s: float) -> None:
+        self.inner, self.decode_s, self.token_s = inner, decode_s, token_s
+        self.plans: list[StepPlan] = []
+
+    def launch(self, plan: StepPlan) -> object:
+        self.plans.append(plan)
+        result = self.inner.launch(plan).result()  # type: ignore[attr-defined]
+        prompt = sum(step.num_tokens for step in plan.steps if step.num_tokens > 1)
+        result.seconds = self.decode_s + prompt * self.token_s
+
+        class Handle:
+            def result(self) -> StepResult:
+                return result  # type: ignore[no-any-return]
+
+        return Handle()
+
+    def close(self) -> None:
+        self.inner.close()  # type: ignore[attr-defined]
+
+
+def paced(slowdown: float = 1.8) -> tuple[tiny.LLMEngine, Scripted]:
+    engine = tiny.engine(prefill_slowdown=slowdown, max_num_batched_tokens=256, num_blocks=200)
+    if engine.scheduler.pace is not None:
+        engine.scheduler.pace._credit_s = -1.0  # nothing but the pace
+    script = Scripted(engine.executor, 0.010, 0.00025)
+    engine.executor = script  # type: ignore[assignment]
+    return engine, script
+
+
+def prompt_tokens(plan: StepPlan) -> int:
+    return sum(step.num_tokens for step in plan.steps if step.num_tokens > 1)
+
+
+def test_decodes_keep_their_pace_under_a_long_prompt() -> None:
+    engine, script = paced()
+    streams = [tiny.request(tiny.prompt(4, seed), max_tokens=100, ignore_eos=True) for seed in range(4)]
+    for request in streams:
+        engine.submit(request)
+    for _ in range(20):
+        engine.step()
+    script.plans.clear()
+    long = tiny.request(tiny.prompt(400, 9), max_tokens=2, ignore_eos=True)
+    engine.submit(long)
+    first = None
+    while first is None:
+        events = engine.step()
+        first = next((e for e in events if isinstance(e, Tokens) and e.request_id == long.request_id), None)
+    chunks = [prompt_tokens(plan) for plan in script.plans]
+    assert sum(chunks) + sum(len(plan.steps) == 5 for plan in script.plans[-1:]) >= 400
+    assert all(len(plan.steps) == 5 for plan in script.plans)  # every stream got its token in every step
+    assert max(chunks) <= 33 and len(chunks) >= 400 // 33  # 0.8 * 10 ms at 0.25 ms each is 32
+    engine.close()
+
+
+def test_without_decodes_or_without_a_pace_prompts_take_the_budget() -> None:
+    engine, script = paced()
+    engine.submit(tiny.request(tiny.prompt(400, 9), max_tokens=1))
+    engine.step()
+    assert prompt_tokens(script.plans[-1]) == 256
+    engine.close()
+    engine, script = paced(0)
+    engine.submit(tiny.request(tiny.prompt(4), max_tokens=50, ignore_eos=True))
+    engine.step()
+    engine.submit(tiny.request(tiny.prompt(400, 9), max_tokens=1))
+    engine.step()
+    assert prompt_tokens(script.plans[-1]) == 255
+    engine.close()
+
+
+def test_a_short_prompt_need_not_wait_for_a_long_one() -> None:
+    engine, script = paced()
+    engine.submit(tiny.request(tiny.prompt(4), max_tokens=200, ignore_eos=True))
+    for _ in range(10):
+        engine.step()
+    long = tiny.request(tiny.prompt(400, 9), max_tokens=1)
+    engine.submit(long)
+    engine.step()
+    short = tiny.request(tiny.prompt(20, 5), max_tokens=1)
+    engine.submit(short)
+    answered: list[str] = []
+    while len(answered) < 2:
+        answered += [
+            e.request_id
+            for e in engine.step()
+            if isinstance(e, Tokens) and e.request_id in (long.request_id, short.request_id)
+        ]
+    assert answered == [short.request_id, long.request_id]
+    engine.close()
+
+
+def test_the_pace_changes_no_token() -> None:
+    requests = [
+        tiny.request(tiny.prompt(3 + 40 * seed, seed), max_tokens=18, temperature=0.8, seed=seed) for seed in range(5)
+    ]
+    plain = tiny.answers(tiny.engine(prefill_slowdown=0), requests)
+    assert tiny.answers(tiny.engine(prefill_slowdown=1.01), requests) == plain
