@@ -159,6 +159,29 @@ class LimitedSocket(WebSocketsSansIOProtocol):
             return
         super().handle_cont(event)
 
+    def handle_parser_exception(self) -> None:
+        """A peer that breaks the protocol or a limit is told why, also while it is still sending.
+
+        Closing a socket with unread data resets the connection, and the peer would never see the close frame. So only our
+        side is ended; what still comes is thrown away until the peer ends its own, or for a moment.
+        """
+        if self.close_sent:
+            return
+        assert self.conn.close_sent is not None
+        code, reason = self.conn.close_sent.code, self.conn.close_sent.reason
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": code, "reason": reason})
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        self.close_sent = True
+        self.stop_keepalive()
+        if self.transport.can_write_eof():
+            if self.read_paused:  # only a reader sees the peer's end
+                self.read_paused = False
+                self.transport.resume_reading()
+            self.transport.write_eof()
+            self.close_timer = self.loop.call_later(_CLOSE_S, self.transport.abort)
+        else:
+            self.transport.close()
+
     def _close_now(self, code: int, reason: str) -> None:
         """Send a close frame whether or not the peer reads, and drop what it has not read after a moment."""
         if not self.close_sent and self.handshake_complete and not self.transport.is_closing():

@@ -90,7 +90,7 @@ def test_environment_chooses_once() -> None:
     code = "from motet.kernels import dispatch; print(dispatch.backend(), dispatch.backend('cuda'))"
     assert run(code, MOTET_KERNELS="torch").stdout.split() == ["torch", "torch"]
     wrong = run(code, MOTET_KERNELS="fast")
-    assert wrong.returncode != 0 and "expected auto, cpu or torch, got 'fast'" in wrong.stderr
+    assert wrong.returncode != 0 and "expected auto, cpu, torch or triton, got 'fast'" in wrong.stderr
 
 
 def test_no_compiler_is_a_reason_and_not_a_crash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
