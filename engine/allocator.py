@@ -1,4 +1,4 @@
-"""How the C allocator of a process that runs engines treats large blocks. Torch-free.
+"""Memory of a process that runs engines: blocks that the C allocator keeps, pages taken before they are needed. Torch-free.
 
 A forward pass asks for the same few megabytes again and again. By default glibc gives such blocks back to the system when
 they are freed, and their pages are zeroed and mapped anew at the next pass: a seventh of the time that Whisper tiny's
@@ -8,8 +8,10 @@ encoder takes for a window (58 -> 49 ms on two cores of an EPYC Zen 5), a fourte
 from __future__ import annotations
 
 import ctypes
+import mmap
 import sys
 
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
 _LARGEST_KEPT = 32 << 20  # glibc's own limit for blocks that live on the heap
 _MOST_IDLE = 256 << 20  # more than so much free memory at the heap's end does go back
@@ -26,3 +28,19 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT) and mallopt(_TRIM_THRESHOLD, _MOST_IDLE))
+
+
+def take_pages(address: int, size: int) -> bool:
+    """Let the system back this part of our memory now, contents unchanged. False where it does not know how.
+
+    Else the first write to each page waits for it: up to 8 us each on a virtual machine, 6 % of a language model's speed until
+    its cache has been written once.
+    """
+    if sys.platform != "linux":
+        return False
+    page = mmap.PAGESIZE
+    first, last = -(-address // page) * page, (address + size) // page * page
+    if last <= first:
+        return True
+    madvise = ctypes.CDLL(None).madvise
+    return madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), ctypes.c_int(_POPULATE_WRITE)) == 0

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ from ..models import loader
 from ..models.build import CausalModel, build_model
 from ..models.decoder import Decoder
 from ..models.spec import WHOLE, Shard
+from .allocator import take_pages
 from .cache.block_pool import BlockPool
 from .cache.manager import CacheManager, KVGroup, make_groups
 from .compatibility import check_config
@@ -113,6 +115,8 @@ def load_llm(
         executor = InlineExecutor(loaded.runner, threaded=resolved.depth > 0 and resolved.device == "cpu")
     if proposer is None and config.speculation == "ngram":
         proposer = NgramProposer(num_drafts=config.num_speculative_tokens)
+    if resolved.device == "cpu":
+        _take_pages(loaded.runner.pages, _num_in_resident_bytes(resolved))
     scheduler = Scheduler(
         CacheManager(
             BlockPool(resolved.num_blocks, num_resident=_num_resident(config, resolved)),
@@ -309,7 +313,26 @@ def _num_resident(config: EngineConfig, resolved: Resolved) -> int | None:
     """Blocks that idle prefixes may fill on a CPU when nobody has said how much memory is the cache's: 0.4 GiB of them."""
     if config.num_blocks or config.kv_cache_gb or resolved.device != "cpu":
         return None
+    return _num_in_resident_bytes(resolved)
+
+
+def _num_in_resident_bytes(resolved: Resolved) -> int:
     return int(resolved.num_blocks * min(1.0, 0.4 * 2**30 / resolved.kv_bytes))
+
+
+def _take_pages(pages: Sequence[torch.Tensor], num_blocks: int) -> None:
+    """Back the first `num_blocks` blocks of every layer with memory, in the background, those that come first at first."""
+    parts = 16
+
+    def work() -> None:
+        for part in range(parts):
+            begin, end = (num_blocks * at // parts for at in (part, part + 1))
+            for page in pages:
+                blocks = page[begin:end]
+                if not take_pages(blocks.data_ptr(), blocks.numel() * blocks.element_size()):
+                    return
+
+    threading.Thread(target=work, name="motet-kv-pages", daemon=True).start()
 
 
 def _fixed_sizes(name: str, config: EngineConfig) -> tuple[int, int]:

@@ -56,6 +56,15 @@ struct Cache {
     return data +
            (slot / num_tokens * block + which * part + kv_head * head + slot % num_tokens * token) * size_of(type);
   }
+  // Asks for the lines that a row will be stored to: they lie all over the memory, and waiting for each in turn costs more
+  // than rotating the row.
+  void expect(const int64_t* slots, int64_t row, int64_t rows, int64_t heads, int64_t dim) const {
+    if (row >= rows || slots[row] < 0 || slots[row] >= num_slots) return;
+    const int64_t bytes = cache_width(type, dim) * size_of(type);
+    for (int64_t which = 0; which < 2; ++which)
+      for (int64_t kv_head = 0; kv_head < heads; ++kv_head)
+        for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(at(slots[row], which, kv_head) + line, 1);
+  }
   bool holds(const Tensor& kv, int64_t heads, int64_t dim) const {
     return kv.size(2) == heads && kv.size(4) == cache_width(type, dim);
   }
@@ -66,6 +75,8 @@ struct Cache {
       table().convert(from_type, type, dim, from, at(slot, which, kv_head));
   }
 };
+
+constexpr int64_t kAhead = 8;  // rows: 8 x 3 kv heads x 4 lines are more than a core can wait for at once
 
 struct Rows {  // [R, H, D] with contiguous D
   char* data;
@@ -135,8 +146,10 @@ void rotate_store_kv(const Tensor& q, const Tensor& k, const Tensor& v, const Te
                   values.num_rows == keys.num_rows && values.num_heads == keys.num_heads &&
                   cache.holds(kv, keys.num_heads, keys.dim),
               "rotary_store_kv: q ", q.sizes(), ", k ", k.sizes(), ", v ", v.sizes(), ", kv ", kv.sizes());
+  for (int64_t row = 0; row < kAhead; ++row) cache.expect(slot, row, keys.num_rows, keys.num_heads, keys.dim);
   share_rows(keys.num_rows, q.numel() + 2 * k.numel(), [&](int64_t row) {
     const float *c = turn.cos + row * turn.half, *s = turn.sin + row * turn.half;
+    cache.expect(slot, row + kAhead, keys.num_rows, keys.num_heads, keys.dim);
     for (int64_t head = 0; head < queries.num_heads; ++head)
       table().rotate(queries.type, queries.type, queries.dim, turn.half, queries.at(row, head), c, s, interleaved,
                      queries.at(row, head));

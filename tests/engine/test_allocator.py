@@ -35,3 +35,27 @@ def test_a_second_pass_meets_the_pages_of_the_first() -> None:
     pages_of_a_pass = 3 * (8 << 20) // 4096
     assert _faults("default") > pages_of_a_pass  # else there is nothing to win here
     assert _faults("keep") < pages_of_a_pass
+
+
+_TAKE = """
+import mmap, resource
+from motet.engine.allocator import take_pages
+size = 16 << 20
+memory = mmap.mmap(-1, size)
+view = (ctypes.c_char * size).from_buffer(memory)
+address = ctypes.addressof(view)
+view[12345] = b"x"
+assert take_pages(address + 100, size - 200)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for at in range(8192, size - 8192, 4096):
+    view[at] = b"y"
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, view[12345].decode())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="madvise of Linux")
+def test_pages_that_were_taken_are_there_with_what_they_held() -> None:
+    child = subprocess.run([sys.executable, "-c", "import ctypes" + _TAKE], capture_output=True, text=True, check=True)
+    faults, kept = child.stdout.split()
+    assert int(faults) < 100  # of 4,000 pages
+    assert kept == "x"
