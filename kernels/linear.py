@@ -391,7 +391,7 @@ _BITS_ZERO: dict[str, tuple[int, int]] = {
 }
 # From so many rows on, torch's matmul over bf16 weights (unpacked on the way where they are quantized) is faster.
 # Measured on an EPYC 9005 (AVX-512 BF16 and VNNI, no AMX): torch attains 0.86 TFLOP/s on two cores, the bytes of
-# int8.cpp 1.3, so that quantized weights never go there. AMX is several times faster than either, and the limit
+# int8.cpp 1.4, so that quantized weights never go there. AMX is several times faster than either, and the limit
 # accordingly lower (estimated, not measured: no such machine was at hand).
 _NEVER = 1 << 62
 _MANY_ROWS = {4: _NEVER, 8: _NEVER, 16: 192}

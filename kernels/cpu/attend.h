@@ -122,41 +122,82 @@ inline vf weight_lanes(vf x) {
 #endif
 }
 
+#if defined(__AVX512F__)
+// 2^x for x <= 0 with relative error 3e-6, far below what rounding to bf16 adds; exactly 0 below -149. NaN stays NaN.
+inline __m512 exp2_lanes(__m512 x) {
+  x = _mm512_max_ps(_mm512_set1_ps(-150.0f), x);
+  const __m512 turns = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 r = _mm512_sub_ps(x, turns);
+  __m512 y = _mm512_fmadd_ps(_mm512_set1_ps(9.570101434e-3f), r, _mm512_set1_ps(5.591786028e-2f));
+  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(2.402474484e-1f));
+  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(6.931218147e-1f));
+  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
+  return _mm512_scalef_ps(y, turns);
+}
+
+// The same numbers as sum_lanes and max_lanes, without a way through memory.
+inline float sum_of(vf x) { return _mm512_reduce_add_ps((__m512)x); }
+inline float max_of(vf x) { return _mm512_reduce_max_ps((__m512)x); }
+#else
+inline float sum_of(vf x) { return sum_lanes(x); }
+inline float max_of(vf x) { return max_lanes(x); }
+#endif
+
+// The weights of 16 scores less their shift, stored as fp32, or (kHalves) as bf16 in the first half of the row of scores.
+template <bool kHalves>
+inline vf weigh(float* row, int64_t t, vf x) {
+#if defined(MOTET_PAIRS)
+  if constexpr (kHalves) {
+    const __m512 weight = exp2_lanes((__m512)(x * 1.44269504088896341f));
+    _mm256_storeu_si256((__m256i*)(row + t / 2), (__m256i)_mm512_cvtneps_pbh(weight));
+    return (vf)weight;
+  }
+#endif
+  const vf weight = weight_lanes(x);
+  store(row + t, weight);
+  return weight;
+}
+
 // Scores [n][kChunk] become weights, 0 where a row does not see. `scales` [padded] multiply the scores, or null. any[t] =
-// all ones where a query sees kv index lo + t.
+// all ones where a query sees kv index lo + t; null where nobody asks.
+template <bool kHalves>
 inline void soften(const Attention& a, const AttentionPart& part, int64_t padded, const float* scales, int32_t* seen,
                    int32_t* any, float* scores, float* top, float* sum) {
   const int64_t group = a.num_heads / a.num_kv_heads, count = part.hi - part.lo;
   const int64_t num_queries = (part.row_end - part.row_begin) * group;
-  for (int64_t t = 0; t < padded; ++t) any[t] = 0;
+  const bool plain = !scales && a.soft_cap <= 0 && count == padded;
+  bool every = false;
+  if (any) memset(any, 0, padded * sizeof(int32_t));
   for (int64_t n = 0; n < num_queries; ++n) {
     float* s = scores + n * kChunk;
     if (n % group == 0) {
-      if (visible(a, part.seq, part.row_begin + n / group, part.lo, count, seen))
+      every = visible(a, part.seq, part.row_begin + n / group, part.lo, count, seen);
+      if (every && (any || !plain))
         for (int64_t t = 0; t < count; ++t) seen[t] = -1;
       for (int64_t t = count; t < padded; ++t) seen[t] = 0;
-      for (int64_t t = 0; t < padded; ++t) any[t] |= seen[t];
+      if (any)
+        for (int64_t t = 0; t < padded; ++t) any[t] |= seen[t];
     }
     vf best = splat(-__builtin_inff());
-    for (int64_t t = 0; t < padded; t += W) {
-      vf x = load(s + t);
-      if (scales) x *= load(scales + t);
-      if (a.soft_cap > 0) x = tanh_lanes(x / a.soft_cap) * a.soft_cap;
-      vi mask = *(const vi __attribute__((aligned(4), may_alias))*)(seen + t);
-      x = pick(mask, x, splat(-__builtin_inff()));
-      store(s + t, x);
-      best = larger(x, best);
+    if (every && plain) {
+      for (int64_t t = 0; t < padded; t += W) best = larger(load(s + t), best);
+    } else {
+      for (int64_t t = 0; t < padded; t += W) {
+        vf x = load(s + t);
+        if (scales) x *= load(scales + t);
+        if (a.soft_cap > 0) x = tanh_lanes(x / a.soft_cap) * a.soft_cap;
+        vi mask = *(const vi __attribute__((aligned(4), may_alias))*)(seen + t);
+        x = pick(mask, x, splat(-__builtin_inff()));
+        store(s + t, x);
+        best = larger(x, best);
+      }
     }
-    top[n] = max_lanes(best);
+    top[n] = max_of(best);
     // A row that sees nothing here has top -inf; any finite shift gives weights of 0.
     vf shift = splat(top[n] == -__builtin_inff() ? 0.0f : top[n]);
     vf total = vf{};
-    for (int64_t t = 0; t < padded; t += W) {
-      vf weight = weight_lanes(load(s + t) - shift);
-      store(s + t, weight);
-      total += weight;
-    }
-    sum[n] = sum_lanes(total);
+    for (int64_t t = 0; t < padded; t += W) total += weigh<kHalves>(s, t, load(s + t) - shift);
+    sum[n] = sum_of(total);
   }
 }
 
@@ -173,16 +214,91 @@ struct Parts {  // of scratch, in floats; W-aligned where the widths are
   Parts(float* scratch, int64_t num_queries, int64_t width) {
     scores = scratch;                            // [n, kChunk]
     q = scores + num_queries * kChunk;           // [n, width]
-    turned = q + num_queries * width;            // [width, 16]
-    zeros = turned + 16 * width;                 // [width]: a row of any type
-    values = zeros + 16 * width;                 // [64, width], or words of pairs [kChunk / 2, 64]
-    key_scales = values + 64 * width + 32 * kChunk;  // [kChunk]
+    turned = q + num_queries * width;            // [width, 16], or words of pairs [kChunk / 16, width / 2, 16]
+    zeros = turned + kChunk / 2 * width;         // [width]: a row of any type
+    values = zeros + 16 * width;                 // [64, width], or words of pairs [kChunk / 2, width]
+    key_scales = values + kChunk / 2 * width;    // [kChunk]
     value_scales = key_scales + kChunk;
     seen = (int32_t*)(value_scales + kChunk);
     any = seen + kChunk;
     factors = (float*)(any + kChunk);  // [n]
   }
 };
+
+// Where the rows of kv indices begin..end (kChunk at most) of one head lie.
+template <class T>
+inline void locate(const Attention& a, const AttentionPart& part, int64_t begin, int64_t end, const T** row) {
+  const int32_t* blocks = a.tables + part.seq * a.table_stride;
+  const T* head = (const T*)a.kv + part.kv_head * a.kv_head;
+  for (int64_t index = begin; index < end;) {
+    int64_t token = index % a.block_size;
+    const T* at = head + blocks[index / a.block_size] * a.kv_block + token * a.kv_token;
+    for (; index < end && token < a.block_size; ++index, ++token, at += a.kv_token) *row++ = at;
+  }
+}
+
+#if defined(MOTET_PAIRS)
+// More than kFew queries: keys and values are laid out once, then a few rows at a time go from scores to their mix while
+// these are in the nearest cache. Meanwhile the next chunk is asked for.
+template <class P>
+void attend_many(const Attention& a, const AttentionPart& part, const Parts& at, const typename P::Stored* const* key,
+                 const typename P::Stored** value, int64_t padded, float* top, float* sum, float* mix) {
+  typedef typename P::Stored T;
+  const int64_t width = motet::padded_dim(a.dim), pairs = width / 2, group = a.num_heads / a.num_kv_heads;
+  const int64_t count = part.hi - part.lo;
+  uint32_t *turned = (uint32_t*)at.turned, *values = (uint32_t*)at.values, *q = (uint32_t*)at.q;
+  for (int64_t t = 0; t < padded && t < kAhead; t += 16) prefetch_rows(key + t, a.dim);
+  for (int64_t t = 0; t < padded; t += 16) {
+    if (t + kAhead < padded) prefetch_rows(key + t + kAhead, a.dim);
+    prefetch_rows(value + t, a.dim);
+    turn_pairs<P>(key + t, a.dim, turned + t * pairs);
+  }
+  load_scales(key, a.dim, padded, at.key_scales);
+
+  bool every = false;  // some row sees all
+  memset(at.any, 0, padded * sizeof(int32_t));
+  for (int64_t row = part.row_end - 1; row >= part.row_begin && !every; --row) {
+    every = visible(a, part.seq, row, part.lo, count, at.seen);
+    for (int64_t t = 0; t < count && !every; ++t) at.any[t] |= at.seen[t];
+  }
+  for (int64_t t = 0; t < count && !every; ++t)
+    if (!at.any[t]) value[t] = (const T*)at.zeros;  // 0 * NaN would leak
+  load_scales(value, a.dim, padded, at.value_scales);
+  lay_values<P>(value, a.dim, padded, width, values);
+
+  Ahead<T> next;
+  next.part = a.kv_part, next.dim = a.dim, next.done = 0;
+  const int64_t num_next = part.next_hi > part.hi ? part.next_hi - part.hi : 0;
+  if (num_next) locate(a, part, part.hi, part.next_hi, next.row);
+  const int64_t some_rows = group < kTogetherMany ? kTogetherMany / group : 1;
+  const int64_t rows = part.row_end - part.row_begin;
+  for (int64_t begin = 0; begin < rows; begin += some_rows) {
+    const int64_t end = begin + some_rows < rows ? begin + some_rows : rows, n = (end - begin) * group;
+    next.count = num_next * end / rows;
+    AttentionPart here = part;
+    here.row_begin = part.row_begin + begin, here.row_end = part.row_begin + end;
+    if (!a.ancestors) {  // later kv indices weigh 0 and change nothing
+      int64_t high = part.lo;
+      for (int64_t row = here.row_begin; row < here.row_end; ++row)
+        high = a.num_visible[row] > high ? a.num_visible[row] : high;
+      here.hi = high < part.hi ? high : part.hi;
+    }
+    const int64_t whole = (here.hi - part.lo + 15) / 16 * 16;
+    uint32_t* words = q;
+    for (int64_t i = 0; i < n; ++i)
+      at.factors[i] = P::query(
+          (const bf16*)a.q + (here.row_begin + i / group) * a.q_row + (part.kv_head * group + i % group) * a.q_head,
+          a.dim, pairs, a.scale, words + i * pairs);
+    score_many<P>(words, n, turned, whole, pairs, at.factors, next, at.scores);
+    const int64_t first = begin * group;
+    soften<!P::scaled>(a, here, whole, P::scaled ? at.key_scales : nullptr, at.seen, nullptr, at.scores, top + first,
+                       sum + first);
+    for (int64_t i = 0; i < n; ++i)
+      at.factors[i] = P::scaled ? P::weights(at.scores + i * kChunk, whole, at.value_scales) : 1.0f;
+    mix_many<P>((const uint32_t*)at.scores, values, n, padded, whole, at.factors, width, mix + first * width);
+  }
+}
+#endif
 
 template <class T>
 void attend_typed(const Attention& a, const AttentionPart& part, float* scratch, float* top, float* sum, float* mix) {
@@ -198,22 +314,18 @@ void attend_typed(const Attention& a, const AttentionPart& part, float* scratch,
   const T* key[kChunk];
   const T* value[kChunk];
   const T* nothing = (const T*)at.zeros;
-  const int32_t* blocks = a.tables + part.seq * a.table_stride;
-  const T* head = (const T*)a.kv + part.kv_head * a.kv_head;
-  for (int64_t t = 0, index = part.lo; t < count;) {
-    int64_t token = index % a.block_size;
-    const T* row = head + blocks[index / a.block_size] * a.kv_block + token * a.kv_token;
-    for (; t < count && token < a.block_size; ++t, ++index, ++token, row += a.kv_token) {
-      key[t] = row;
-      value[t] = row + a.kv_part;
-    }
-  }
+  locate(a, part, part.lo, part.hi, key);
+  for (int64_t t = 0; t < count; ++t) value[t] = key[t] + a.kv_part;
   for (int64_t t = count; t < padded; ++t) key[t] = value[t] = nothing;
 
 #if defined(MOTET_PAIRS)
   if constexpr (sizeof(T) < 4)
     if (a.q_type == motet::Type::bf16) {
       typedef typename Pairs<T>::type P;
+      if (num_queries > kFew) {
+        attend_many<P>(a, part, at, key, value, padded, top, sum, mix);
+        return;
+      }
       for (int64_t n = 0; n < num_queries; ++n)
         at.factors[n] = P::query(
             (const bf16*)a.q + (part.row_begin + n / group) * a.q_row + (part.kv_head * group + n % group) * a.q_head,
@@ -221,14 +333,13 @@ void attend_typed(const Attention& a, const AttentionPart& part, float* scratch,
       score_pairs<P>((const uint32_t*)q, num_queries, key, value, padded, a.dim, width / 2, at.factors, (uint32_t*)turned,
                      scores);
       load_scales(key, a.dim, padded, at.key_scales);
-      soften(a, part, padded, scaled ? at.key_scales : nullptr, at.seen, at.any, scores, top, sum);
+      soften<!scaled>(a, part, padded, scaled ? at.key_scales : nullptr, at.seen, at.any, scores, top, sum);
       for (int64_t t = 0; t < count; ++t)
         if (!at.any[t]) value[t] = nothing;  // 0 * NaN would leak
       load_scales(value, a.dim, padded, at.value_scales);
       for (int64_t n = 0; n < num_queries; ++n)
-        at.factors[n] = P::weights(scores + n * kChunk, padded, at.value_scales);
-      mix_pairs<P>((const uint32_t*)scores, value, num_queries, a.dim, padded, at.factors, width, (uint32_t*)at.values,
-                   mix);
+        at.factors[n] = scaled ? P::weights(scores + n * kChunk, padded, at.value_scales) : 1.0f;
+      mix_pairs<P>((const uint32_t*)scores, value, num_queries, a.dim, padded, at.factors, width, mix);
       return;
     }
 #endif
@@ -247,7 +358,7 @@ void attend_typed(const Attention& a, const AttentionPart& part, float* scratch,
   }
   load_scales(key, a.dim, padded, at.key_scales);
   load_scales(value, a.dim, padded, at.value_scales);
-  soften(a, part, padded, scaled ? at.key_scales : nullptr, at.seen, at.any, scores, top, sum);
+  soften<false>(a, part, padded, scaled ? at.key_scales : nullptr, at.seen, at.any, scores, top, sum);
   for (int64_t t = 0; t < count; ++t)
     if (!at.any[t]) value[t] = nothing;
   if (scaled)
@@ -286,15 +397,24 @@ void attend(const Attention& a, const AttentionPart& part, float* scratch, float
 
 void merge(int64_t n, int64_t width, float* top, float* sum, float* mix, const float* top2, const float* sum2,
            const float* mix2) {
-  for (int64_t i = 0; i < n; ++i) {
-    if (sum2[i] == 0.0f) continue;
-    float best = top[i] > top2[i] ? top[i] : top2[i];
-    float a = exp_lanes(splat(top[i] - best))[0], b = exp_lanes(splat(top2[i] - best))[0];
-    if (sum[i] == 0.0f) a = 0.0f;
-    for (int64_t d = 0; d < width; d += W)
-      store(mix + i * width + d, load(mix + i * width + d) * a + load(mix2 + i * width + d) * b);
-    sum[i] = sum[i] * a + sum2[i] * b;
-    top[i] = best;
+  for (int64_t first = 0; first < n; first += W) {
+    const int64_t some = n - first < W ? n - first : W;
+    float best[W], old[W], add[W];
+    for (int64_t i = 0; i < W; ++i) {
+      const int64_t at = first + (i < some ? i : 0);
+      best[i] = top[at] > top2[at] ? top[at] : top2[at];
+      old[i] = top[at] - best[i], add[i] = top2[at] - best[i];
+    }
+    store(old, exp_lanes(load(old))), store(add, exp_lanes(load(add)));
+    for (int64_t j = 0; j < some; ++j) {
+      const int64_t i = first + j;
+      if (sum2[i] == 0.0f) continue;
+      const float a = sum[i] == 0.0f ? 0.0f : old[j], b = add[j];
+      for (int64_t d = 0; d < width; d += W)
+        store(mix + i * width + d, load(mix + i * width + d) * a + load(mix2 + i * width + d) * b);
+      sum[i] = sum[i] * a + sum2[i] * b;
+      top[i] = best[j];
+    }
   }
 }
 

@@ -14,8 +14,50 @@ using motet::kChunk;
 
 struct Tile {          // rows of one sequence under one kv head
   AttentionPart part;  // over everything its rows see
-  int64_t first_chunk, num_chunks, item;
+  int64_t first_chunk, num_chunks, cost;
+  int64_t results;  // where its chunks' results lie if threads share it, else -1
 };
+struct Unit {  // what a thread takes: a whole tile, or a run of a shared tile's chunks
+  int64_t tile, begin, end, cost;
+};
+
+constexpr int64_t kTileQueries = 192;  // rows * H / K of a tile: what laying out keys and values is spread over
+constexpr int64_t kRun = 4;           // chunks in a row, so that the next can be asked for in time
+
+// Cuts the tiles so that threads can come out even: a tile stays whole while a thread has room for it. Units with much
+// work first; returns the floats that shared tiles need for their results.
+int64_t plan(std::vector<Tile>& tiles, int64_t threads, int64_t group, int64_t width, std::vector<Unit>& units) {
+  std::vector<int64_t> order(tiles.size()), load(threads, 0);
+  int64_t total = 0, floats = 0;
+  for (size_t i = 0; i < tiles.size(); ++i) order[i] = i, total += tiles[i].cost;
+  std::stable_sort(order.begin(), order.end(), [&](int64_t x, int64_t y) { return tiles[x].cost > tiles[y].cost; });
+  for (int64_t i : order) {
+    Tile& tile = tiles[i];
+    int64_t& least = *std::min_element(load.begin(), load.end());
+    if (tile.num_chunks < 2 || threads < 2 || least + tile.cost <= total / threads + total / 64) {
+      least += tile.cost;
+      units.push_back({i, 0, tile.num_chunks, tile.cost});
+      continue;
+    }
+    tile.results = floats;
+    floats += tile.num_chunks * (tile.part.row_end - tile.part.row_begin) * group * (width + 2);
+    const int64_t run = std::clamp<int64_t>(tile.num_chunks / (4 * threads), 1, kRun);
+    for (int64_t begin = 0; begin < tile.num_chunks; begin += run) {
+      const int64_t end = std::min(begin + run, tile.num_chunks), cost = tile.cost * (end - begin) / tile.num_chunks;
+      *std::min_element(load.begin(), load.end()) += cost;
+      units.push_back({i, begin, end, cost});
+    }
+  }
+  std::stable_sort(units.begin(), units.end(), [](const Unit& x, const Unit& y) { return x.cost > y.cost; });
+  return floats;
+}
+
+// This thread's memory for shared results; kept, because fresh memory costs more than the merging.
+float* shared_results(int64_t floats) {
+  thread_local std::vector<float> pool;
+  if ((int64_t)pool.size() < floats) pool.resize(floats);
+  return pool.data();
+}
 
 std::tuple<Tensor, Tensor> paged_attention(const Tensor& q, const Tensor& kv, const Tensor& tables,
                                            const Tensor& position, const Tensor& num_visible, const Tensor& row_starts,
@@ -62,9 +104,8 @@ std::tuple<Tensor, Tensor> paged_attention(const Tensor& q, const Tensor& kv, co
   const float* sink_values = sinks ? sink.const_data_ptr<float>() : nullptr;
 
   const int64_t* starts = row_starts.const_data_ptr<int64_t>();
-  const int64_t tile_rows = std::max<int64_t>(1, 48 / group), capacity = tables.size(1) * a.block_size;
+  const int64_t tile_rows = std::max<int64_t>(1, kTileQueries / group), capacity = tables.size(1) * a.block_size;
   std::vector<Tile> tiles;
-  std::vector<std::pair<int64_t, int64_t>> items;  // (tile, chunk)
   int64_t cost = 0;
   for (int64_t seq = 0; seq < num_seqs; ++seq) {
     TORCH_CHECK(starts[seq] >= 0 && starts[seq + 1] <= rows, "paged_attention: row_starts leave the rows");
@@ -84,11 +125,11 @@ std::tuple<Tensor, Tensor> paged_attention(const Tensor& q, const Tensor& kv, co
                   capacity);
       low = low / 16 * 16;  // vectors of kv indices start at the same places whatever the tile
       int64_t first = low / kChunk, chunks = high > low ? (high - 1) / kChunk - first + 1 : 0;
-      for (int64_t head = 0; head < kv_heads; ++head) {
-        tiles.push_back({{seq, head, begin, end, low, high}, first, chunks, (int64_t)items.size()});
-        for (int64_t chunk = 0; chunk < chunks; ++chunk) items.emplace_back(tiles.size() - 1, chunk);
-      }
-      cost += std::max<int64_t>(0, high - low) * (end - begin) * heads * dim;
+      // A row costs something beside its products: keys are read, scores become weights.
+      const int64_t tile_cost = std::max<int64_t>(0, high - low) * ((end - begin) * group + 4) * dim;
+      for (int64_t head = 0; head < kv_heads; ++head)
+        tiles.push_back({{seq, head, begin, end, low, high, 0}, first, chunks, tile_cost, -1});
+      cost += tile_cost * kv_heads;
     }
   }
   for (int64_t row = num_seqs > 0 ? starts[num_seqs] : 0; row < rows; ++row) {  // padding after the last sequence
@@ -97,9 +138,10 @@ std::tuple<Tensor, Tensor> paged_attention(const Tensor& q, const Tensor& kv, co
   }
 
   const motet::Table& cpu = table();
-  auto attend = [&](const Tile& tile, int64_t chunk, float* result) {
+  auto attend = [&](const Tile& tile, int64_t chunk, bool more, float* result) {
     AttentionPart part = tile.part;
     int64_t base = (tile.first_chunk + chunk) * kChunk, n = (part.row_end - part.row_begin) * group;
+    if (more) part.next_hi = std::min(part.hi, base + 2 * kChunk);
     part.lo = std::max(part.lo, base), part.hi = std::min(part.hi, base + kChunk);
     cpu.attend(a, part, scratch(0, motet::attend_scratch(n, dim)), result, result + n, result + 2 * n);
   };
@@ -130,39 +172,38 @@ std::tuple<Tensor, Tensor> paged_attention(const Tensor& q, const Tensor& kv, co
     cpu.merge(n, width, into, into + n, into + 2 * n, from, from + n, from + 2 * n);
   };
 
-  const int64_t num_tiles = tiles.size();
   const bool parallel = cost > 400000;  // multiplications; about 20 us of one core
-  if (parallel && num_tiles < 3 * at::get_num_threads() && (int64_t)items.size() > num_tiles) {
-    // Few sequences: threads share the chunks. The mergers below are the ones a single thread would make.
-    const int64_t size = results_size(*std::max_element(
-        tiles.begin(), tiles.end(), [&](const Tile& x, const Tile& y) { return results_size(x) < results_size(y); }));
-    std::vector<float> results(items.size() * size);
-    share(items.size(), true,
-          [&](int64_t i) { attend(tiles[items[i].first], items[i].second, results.data() + i * size); });
-    share(num_tiles, true, [&](int64_t i) {
-      const Tile& tile = tiles[i];
-      float* result = tile.num_chunks ? results.data() + tile.item * size : scratch(1, size);
-      if (!tile.num_chunks) clear(tile, result);
-      for (int64_t chunk = 1; chunk < tile.num_chunks; ++chunk)
-        merge(tile, result, results.data() + (tile.item + chunk) * size);
-      finish(tile, result);
-    });
-  } else {
-    share(num_tiles, parallel, [&](int64_t i) {
-      const Tile& tile = tiles[num_tiles - 1 - i];  // of a prompt the last rows see most: long work first
-      const int64_t size = results_size(tile);
+  const int64_t threads = parallel && !at::in_parallel_region() ? at::get_num_threads() : 1;
+  std::vector<Unit> units;
+  units.reserve(tiles.size());
+  float* results = shared_results(plan(tiles, threads, group, width, units));
+  std::vector<std::atomic<int64_t>> left(tiles.size());  // chunks of a shared tile that are not done
+  for (size_t i = 0; i < tiles.size(); ++i) left[i].store(tiles[i].num_chunks, std::memory_order_relaxed);
+  share(units.size(), parallel, [&](int64_t i) {
+    const Unit& unit = units[i];
+    const Tile& tile = tiles[unit.tile];
+    const int64_t size = results_size(tile);
+    if (tile.results < 0) {
       float* result = scratch(1, 2 * size);
       if (tile.num_chunks)
-        attend(tile, 0, result);
+        attend(tile, 0, tile.num_chunks > 1, result);
       else
         clear(tile, result);
       for (int64_t chunk = 1; chunk < tile.num_chunks; ++chunk) {
-        attend(tile, chunk, result + size);
+        attend(tile, chunk, chunk + 1 < tile.num_chunks, result + size);
         merge(tile, result, result + size);
       }
       finish(tile, result);
-    });
-  }
+      return;
+    }
+    float* result = results + tile.results;
+    for (int64_t chunk = unit.begin; chunk < unit.end; ++chunk)
+      attend(tile, chunk, chunk + 1 < unit.end, result + chunk * size);
+    if (left[unit.tile].fetch_sub(unit.end - unit.begin, std::memory_order_acq_rel) != unit.end - unit.begin) return;
+    // The last of them joins all, in the order in which a single thread would.
+    for (int64_t chunk = 1; chunk < tile.num_chunks; ++chunk) merge(tile, result, result + chunk * size);
+    finish(tile, result);
+  });
   return {out, lse};
 }
 

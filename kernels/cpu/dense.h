@@ -57,18 +57,6 @@ inline void multiply_rows(int64_t rows, const uint32_t* a, int64_t a_row, const 
     }
 }
 
-// 2^x for x <= 0 with relative error 3e-6, far below what rounding to bf16 adds; exactly 0 below -149. NaN stays NaN.
-inline __m512 exp2_lanes(__m512 x) {
-  x = _mm512_max_ps(_mm512_set1_ps(-150.0f), x);
-  const __m512 turns = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 r = _mm512_sub_ps(x, turns);
-  __m512 y = _mm512_fmadd_ps(_mm512_set1_ps(9.570101434e-3f), r, _mm512_set1_ps(5.591786028e-2f));
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(2.402474484e-1f));
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(6.931218147e-1f));
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
-  return _mm512_scalef_ps(y, turns);
-}
-
 // Row `index` of a [.., dim], or zeros; from `buffer` [width] where it must be padded.
 inline const uint16_t* padded_row(const void* rows, int64_t stride, int64_t index, int64_t count, int64_t dim,
                                   int64_t width, uint16_t* buffer) {

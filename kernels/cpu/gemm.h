@@ -39,6 +39,19 @@ struct Output {
   Type bias_type;
 };
 
+// Many rows in pieces of about 64, the same number for each thread: a thread that rounds and multiplies rows of its own reads
+// them from its own cache again and again. Pieces start at multiples of what int8.cpp takes at once.
+struct RowPieces {
+  static constexpr int64_t kRows = 64, kUnit = 6;
+  int64_t rows, count;
+  RowPieces(int64_t rows, int64_t threads) : rows(rows), count((rows + threads * kRows - 1) / (threads * kRows) * threads) {}
+  static bool worth(int64_t rows, int64_t threads) { return rows >= threads * kRows; }
+  int64_t begin(int64_t piece) const {
+    const int64_t units = (rows + kUnit - 1) / kUnit, at = units * piece / count * kUnit;
+    return at < rows ? at : rows;
+  }
+};
+
 // Integer products for one instruction set; weights of 4 and 8 bits.
 struct Int8Table {
   const char* name;

@@ -280,6 +280,13 @@ void quantize(const Weight& w, const uint16_t* x, int64_t begin, int64_t end, co
 
 // ------------------------------------------------------------------------------------------------------------ products
 
+constexpr int64_t kLine = 64;  // bytes of a cache line
+// With so few rows the next tiles are fetched while these are multiplied: left to the processor, memory and arithmetic take
+// turns (all layers of SmolLM2-135M at 16 rows, weights cold, two cores of an EPYC Zen 5: 4.4 -> 2.9 ms).
+constexpr int64_t kFewRows = 64;
+
+MOTET_INLINE void fetch(const void* p) { __builtin_prefetch(p); }
+
 constexpr int kVectors = kTile / kLanes;  // vectors across a tile
 
 MOTET_INLINE VecF load_factor(const Weight& w, const void* table, int64_t at) {
@@ -325,9 +332,16 @@ __attribute__((noinline)) void finish(const Output& to, int64_t row, int64_t num
   }
 }
 
+// Which lines of each block of the tiles behind these a pass over the rows fetches, so that all passes together fetch each
+// once. Past the last tile this reads nothing: such a request is dropped.
+struct Ahead {
+  int64_t begin, end;
+};
+
 // kRows rows from `row` on times kTiles tiles from `tile` on.
-template <int kBits, Factors kFactors, int kTiles, int kRows>
-__attribute__((noinline)) void multiply_rows(const Weight& w, const Activations& a, int64_t row, int64_t tile, const Output& to) {
+template <int kBits, Factors kFactors, int kTiles, int kRows, bool kAhead>
+__attribute__((noinline)) void multiply_rows(const Weight& w, const Activations& a, int64_t row, int64_t tile, const Output& to,
+                                             Ahead ahead) {
   constexpr int kColumns = kTiles * kVectors;
   constexpr int64_t kBytes = kBits * kTile * kBlock / 8, kVectorBytes = 4 * kLanes, kQuadBytes = 4 * kTile;
   VecF acc[kColumns][kRows];
@@ -341,8 +355,19 @@ __attribute__((noinline)) void multiply_rows(const Weight& w, const Activations&
   const float* scales = a.scale + row * w.blocks;
   const float* sums = a.sum + row * w.blocks;
   const int32_t* starts = a.start + row * w.blocks;
-  int64_t factors = tile * w.groups * kTile, left = w.blocks_per_group;
+  const int64_t first = tile * w.groups * kTile;
+  int64_t factors = first, left = w.blocks_per_group;
   for (int64_t b = 0; b < w.blocks; ++b) {
+    if constexpr (kAhead) {
+      for (int64_t line = ahead.begin; line < ahead.end; ++line)
+#pragma GCC unroll 4
+        for (int t = 0; t < kTiles; ++t) fetch(weights + (kTiles + t) * next + line * kLine);
+      if (kFactors != Factors::whole && ahead.begin < ahead.end) {
+        const int64_t here = factors - first, at = (first + kTiles * (w.groups * kTile + here)) * (w.half ? 2 : 4);
+        fetch(static_cast<const uint8_t*>(w.scale) + at);
+        if constexpr (kFactors == Factors::scale_and_minimum) fetch(static_cast<const uint8_t*>(w.minimum) + at);
+      }
+    }
     VecI part[kColumns][kRows];
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r)
@@ -404,6 +429,19 @@ __attribute__((noinline)) void multiply_rows(const Weight& w, const Activations&
       factors += kTile;
     }
   }
+  // The common case, straight from the registers.
+  if (kLanes == 16 && !to.bias && to.type == Type::bf16 && w.out - tile * kTile >= kColumns * kLanes) {
+    uint16_t* y = static_cast<uint16_t*>(to.y) + row * to.stride + tile * kTile;
+#pragma GCC unroll 16
+    for (int c = 0; c < kColumns; ++c) {
+      VecF scale = splat(1.0f);
+      if constexpr (kFactors == Factors::whole) scale = load_factor(w, w.scale, tile * kTile + c * kLanes);
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r)
+        store_bf16(y + r * to.stride + c * kLanes, kFactors == Factors::whole ? times(acc[c][r], scale) : acc[c][r]);
+    }
+    return;
+  }
   alignas(64) float kept[kRows][kColumns * kLanes];
 #pragma GCC unroll 16
   for (int c = 0; c < kColumns; ++c) {
@@ -416,13 +454,16 @@ __attribute__((noinline)) void multiply_rows(const Weight& w, const Activations&
   finish(to, row, kRows, tile * kTile, w.out - tile * kTile, kColumns * kLanes, kept[0]);
 }
 
-template <int kBits, Factors kFactors, int kTiles>
+template <int kBits, Factors kFactors, int kTiles, bool kAhead>
 void multiply_tiles(const Weight& w, const Activations& a, int64_t rows, int64_t tile, const Output& to) {
-  int64_t row = 0;
-  for (; rows - row >= kRegisterRows; row += kRegisterRows) multiply_rows<kBits, kFactors, kTiles, kRegisterRows>(w, a, row, tile, to);
+  const int64_t passes = (rows + kRegisterRows - 1) / kRegisterRows, lines = w.block_bytes() / kLine;
+  int64_t row = 0, pass = 0;
+  const auto ahead = [&] { return Ahead{lines * pass / passes, lines * (pass + 1) / passes}; };
+  for (; rows - row >= kRegisterRows; row += kRegisterRows, ++pass)
+    multiply_rows<kBits, kFactors, kTiles, kRegisterRows, kAhead>(w, a, row, tile, to, ahead());
 #define MOTET_CASE(N)                                  \
   if constexpr (kRegisterRows > N) {                   \
-    if (rows - row == N) multiply_rows<kBits, kFactors, kTiles, N>(w, a, row, tile, to); \
+    if (rows - row == N) multiply_rows<kBits, kFactors, kTiles, N, kAhead>(w, a, row, tile, to, ahead()); \
   }
   MOTET_CASE(1) MOTET_CASE(2) MOTET_CASE(3) MOTET_CASE(4) MOTET_CASE(5)
 #undef MOTET_CASE
@@ -433,11 +474,13 @@ template <int kBits, Factors kFactors>
 void multiply_range(const Weight& w, const Activations& a, int64_t rows, int64_t begin, int64_t end, const Output& to) {
   int64_t tile = begin;
   if constexpr (kLanes == 16) {
-    for (; rows == 1 && end - tile >= 4; tile += 4) multiply_rows<kBits, kFactors, 4, 1>(w, a, 0, tile, to);
-    for (; rows == 2 && end - tile >= 4; tile += 4) multiply_rows<kBits, kFactors, 4, 2>(w, a, 0, tile, to);
-    for (; end - tile >= 2; tile += 2) multiply_tiles<kBits, kFactors, 2>(w, a, rows, tile, to);
+    const Ahead all = {0, w.block_bytes() / kLine};
+    for (; rows == 1 && end - tile >= 4; tile += 4) multiply_rows<kBits, kFactors, 4, 1, true>(w, a, 0, tile, to, all);
+    for (; rows == 2 && end - tile >= 4; tile += 4) multiply_rows<kBits, kFactors, 4, 2, true>(w, a, 0, tile, to, all);
+    for (; rows <= kFewRows && end - tile >= 4; tile += 2) multiply_tiles<kBits, kFactors, 2, true>(w, a, rows, tile, to);
+    for (; end - tile >= 2; tile += 2) multiply_tiles<kBits, kFactors, 2, false>(w, a, rows, tile, to);
   }
-  for (; tile < end; ++tile) multiply_tiles<kBits, kFactors, 1>(w, a, rows, tile, to);
+  for (; tile < end; ++tile) multiply_tiles<kBits, kFactors, 1, false>(w, a, rows, tile, to);
 }
 
 void multiply(const Weight& w, const Activations& a, int64_t rows, int64_t begin, int64_t end, const Output& to) {

@@ -34,14 +34,14 @@ struct Attention {
 // Rows row_begin..row_end of one sequence, one kv head, kv indices lo..hi within one chunk of kChunk.
 struct AttentionPart {
   int64_t seq, kv_head, row_begin, row_end, lo, hi;
+  int64_t next_hi;  // kv indices hi..next_hi (kChunk at most) come next on this thread; changes no number
 };
 
 constexpr int64_t kChunk = 256;  // kv indices per softmax; a row's chunks are merged in order, whoever computed them
 constexpr int64_t padded_dim(int64_t dim) { return (dim + 31) / 32 * 32; }
 // Floats of scratch that attend needs for a part of num_queries = rows * H / K.
 constexpr int64_t attend_scratch(int64_t num_queries, int64_t dim) {
-  return num_queries * (padded_dim(dim) + kChunk + 1) + 16 * padded_dim(dim) * 2 + 64 * padded_dim(dim) + 32 * kChunk +
-         4 * kChunk + 128;
+  return num_queries * (padded_dim(dim) + kChunk + 1) + (kChunk + 16) * padded_dim(dim) + 4 * kChunk + 128;
 }
 
 // Attention of all rows over all rows of their window, everything bf16. Strides count elements.

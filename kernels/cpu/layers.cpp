@@ -63,6 +63,15 @@ class Stopwatch {
     totals_ = nanoseconds->mutable_data_ptr<int64_t>();
     last_ = Clock::now();
   }
+  explicit Stopwatch(int64_t* totals) : totals_(totals), last_(Clock::now()) {}
+  bool runs() const { return totals_; }
+  // What `threads` threads spent side by side since the last mark.
+  void add(const std::vector<std::array<int64_t, kNumPhases>>& spent, int64_t threads) {
+    if (!totals_) return;
+    for (const auto& piece : spent)
+      for (int phase = 0; phase < kNumPhases; ++phase) totals_[phase] += piece[phase] / threads;
+    last_ = Clock::now();
+  }
   void mark(Phase phase) {
     if (!totals_) return;
     const auto now = Clock::now();
@@ -188,43 +197,70 @@ Tensor decoder_layers(const c10::intrusive_ptr<Layers>& layers, const Tensor& hi
   char *normed_data = mutable_bytes(normed), *qkv_data = mutable_bytes(qkv), *gates = mutable_bytes(gate_up),
        *products = mutable_bytes(product), *x = mutable_bytes(added);
   table().convert(Type::bf16, Type::fp32, rows * features, bytes(hidden), sums);
-  norm_rows(stack, rows, features, bytes(hidden), nullptr, stack.layers[0].attention_norm, normed_data);
+  const int64_t threads = at::get_num_threads();
+  // Work on rows `first` .. `first + count`: all at once, or each thread with pieces of its own from matrix to matrix.
+  const auto by_rows = [&](const auto& work) {
+    if (!motet::RowPieces::worth(rows, threads)) return work(0, rows, watch);
+    const motet::RowPieces pieces(rows, threads);
+    std::vector<std::array<int64_t, kNumPhases>> spent(pieces.count);
+    share(pieces.count, true, [&](int64_t piece) {
+      Stopwatch own(watch.runs() ? spent[piece].data() : nullptr);
+      work(pieces.begin(piece), pieces.begin(piece + 1) - pieces.begin(piece), own);
+    });
+    watch.add(spent, threads);
+  };
+  // From the sum so far to q, k and v of layer i; behind the last layer to the final norm.
+  const auto enter = [&](int64_t i, int64_t first, int64_t count, Stopwatch& own) {
+    const int64_t width = (H + 2 * K) * D;
+    char *to = normed_data + first * features * 2, *qkv_rows = qkv_data + first * width * 2;
+    norm_rows(stack, count, features, (i ? x : bytes(hidden)) + first * features * 2, i ? sums + first * features : nullptr,
+              i < num_layers ? stack.layers[i].attention_norm : stack.final_norm, to);
+    own.mark(kNorm);
+    if (i == num_layers) return;
+    const Layer& layer = stack.layers[i];
+    layer.qkv().multiply(to, count, qkv_rows);
+    own.mark(kQkv);
+    if (!layer.q_norm) return;
+    norm_heads(stack, count, width, qkv_rows, 0, H, *layer.q_norm);
+    norm_heads(stack, count, width, qkv_rows, H, K, *layer.k_norm);
+    own.mark(kNorm);
+  };
+  // From the heads' results through the MLP.
+  const auto leave = [&](const Layer& layer, const char* mixed, int64_t first, int64_t count, Stopwatch& own) {
+    char *to = normed_data + first * features * 2, *sum = x + first * features * 2, *gate = gates + first * half * 4,
+         *gated = products + first * half * 2;
+    layer.out().multiply(mixed + first * H * D * 2, count, sum);
+    own.mark(kOut);
+    norm_rows(stack, count, features, sum, sums + first * features, layer.mlp_norm, to);
+    own.mark(kNorm);
+    layer.gate_up().multiply(to, count, gate);
+    own.mark(kGateUp);
+    share_rows(count, count * half * 4, [&](int64_t row) {
+      const char* pair = gate + row * half * 4;
+      table().gated(Type::bf16, half, pair, pair + half * 2, stack.activation, gated + row * half * 2);
+    });
+    own.mark(kActivation);
+    layer.down().multiply(gated, count, sum);
+    own.mark(kDown);
+  };
+  by_rows([&](int64_t first, int64_t count, Stopwatch& own) { enter(0, first, count, own); });
   for (int64_t i = 0; i < num_layers; ++i) {
     const Layer& layer = stack.layers[i];
     const int64_t group = groups[i];
     TORCH_CHECK(group >= 0 && group < (int64_t)slots.size() && layer.rope < (int64_t)cos.size(),
                 "decoder_layers: layer ", i, " names group ", group, " and rotary ", layer.rope);
-    if (i) norm_rows(stack, rows, features, x, sums, layer.attention_norm, normed_data);
-    watch.mark(kNorm);
-    layer.qkv().multiply(normed_data, rows, qkv_data);
-    watch.mark(kQkv);
-    if (layer.q_norm) {
-      norm_heads(stack, rows, (H + 2 * K) * D, qkv_data, 0, H, *layer.q_norm);
-      norm_heads(stack, rows, (H + 2 * K) * D, qkv_data, H, K, *layer.k_norm);
-      watch.mark(kNorm);
-    }
     motet::rotate_store_kv(q, k, v, cos[layer.rope], sin[layer.rope], kvs[i], slots[group], false);
     watch.mark(kRotary);
     const Tensor mixed = std::get<0>(motet::paged_attention(q, kvs[i], tables[group], position, num_visible, row_starts,
                                                             ancestors, tree_starts, std::nullopt, stack.scale,
                                                             layer.window, stack.soft_cap, false));
+    const char* mixed_data = bytes(mixed);
     watch.mark(kAttention);
-    layer.out().multiply(bytes(mixed), rows, x);
-    watch.mark(kOut);
-    norm_rows(stack, rows, features, x, sums, layer.mlp_norm, normed_data);
-    watch.mark(kNorm);
-    layer.gate_up().multiply(normed_data, rows, gates);
-    watch.mark(kGateUp);
-    share_rows(rows, rows * half * 2, [&](int64_t row) {
-      const char* gate = gates + row * half * 4;
-      table().gated(Type::bf16, half, gate, gate + half * 2, stack.activation, products + row * half * 2);
+    by_rows([&](int64_t first, int64_t count, Stopwatch& own) {
+      leave(layer, mixed_data, first, count, own);
+      enter(i + 1, first, count, own);
     });
-    watch.mark(kActivation);
-    layer.down().multiply(products, rows, x);
-    watch.mark(kDown);
   }
-  norm_rows(stack, rows, features, x, sums, stack.final_norm, normed_data);
-  watch.mark(kNorm);
   return normed;
 }
 

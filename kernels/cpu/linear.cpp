@@ -315,10 +315,25 @@ motet::Activations activations(int64_t rows, int64_t in, int64_t blocks) {
           reinterpret_cast<int32_t*>(at + 2 * part)};
 }
 
+void multiply_own_rows(const Weight& w, const uint16_t* x, int64_t rows, const motet::Output& to) {
+  const motet::Int8Table& kernels = int8_table();
+  const motet::RowPieces pieces(rows, at::get_num_threads());
+  share(pieces.count, pieces.count > 1, [&](int64_t piece) {
+    const int64_t first = pieces.begin(piece), end = pieces.begin(piece + 1);
+    const motet::Activations a = activations(end - first, w.in, w.blocks);
+    kernels.quantize(w, x + first * w.in, 0, end - first, a);
+    motet::Output own = to;
+    own.y = static_cast<char*>(to.y) + first * to.stride * size_of(to.type);
+    kernels.multiply(w, a, end - first, 0, w.tiles, own);
+  });
+}
+
 void multiply_int8(const Weight& w, const uint16_t* x, int64_t rows, motet::Output to) {
   const motet::Int8Table& kernels = int8_table();
   const int64_t threads = at::get_num_threads();
-  const int64_t fits = std::max<int64_t>(96, (384 << 10) / w.in / 48 * 48);  // rows that stay in the second-level cache
+  if (motet::RowPieces::worth(rows, threads)) return multiply_own_rows(w, x, rows, to);
+  // Even turns of rows that stay in the second-level cache; a turn too many costs more than a few rows too many.
+  const int64_t turns = (rows * w.in + (640 << 10) - 1) / (640 << 10), fits = (rows + turns - 1) / turns;
   for (int64_t first = 0; first < rows; first += fits) {
     const int64_t count = std::min(fits, rows - first);
     const uint16_t* from = x + first * w.in;

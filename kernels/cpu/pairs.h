@@ -147,6 +147,33 @@ inline void score_turned(const uint32_t* q, int64_t pairs, const uint32_t* turne
   for (int n = 0; n < N; ++n) store(scores + n * kChunk, P::value(total[n]) * factor[n]);
 }
 
+// The same against 32 turned keys, the second 16 behind the first.
+template <class P, int N>
+inline void score_turned_twice(const uint32_t* q, int64_t pairs, const uint32_t* turned, const float* factor,
+                               float* scores) {
+  typename P::Sum total[2][N];
+#pragma GCC unroll 4
+  for (int quarter = 0; quarter < 4; ++quarter) {
+    typename P::Sum sum[2][N];
+    for (int n = 0; n < N; ++n) sum[0][n] = sum[1][n] = P::zero();
+    for (int64_t block = quarter * 4; block < pairs; block += 16)
+#pragma GCC unroll 4
+      for (int64_t p = block; p < block + 4; ++p) {
+        const __m512i k0 = _mm512_loadu_si512(turned + p * 16), k1 = _mm512_loadu_si512(turned + (pairs + p) * 16);
+        for (int n = 0; n < N; ++n) {
+          const __m512i words = _mm512_set1_epi32((int32_t)q[n * pairs + p]);
+          sum[0][n] = P::dot(sum[0][n], k0, words), sum[1][n] = P::dot(sum[1][n], k1, words);
+        }
+      }
+    for (int n = 0; n < N; ++n)
+      for (int i = 0; i < 2; ++i) total[i][n] = quarter ? P::add(total[i][n], sum[i][n]) : sum[i][n];
+  }
+  for (int n = 0; n < N; ++n) {
+    store(scores + n * kChunk, P::value(total[0][n]) * factor[n]);
+    store(scores + n * kChunk + 16, P::value(total[1][n]) * factor[n]);
+  }
+}
+
 // The same for few queries: only 4 x 4 squares of words are turned, so that a vector holds four words of each of four
 // keys; `spread` [n][block][4][16] has the query's words in that order. Sixteen keys from `row`.
 template <class P, int N>
@@ -193,6 +220,7 @@ inline void prefetch_rows(const T* const* row, int64_t dim) {
 
 constexpr int64_t kAhead = 64;  // keys that are asked for before they are needed
 constexpr int64_t kFew = 8;  // queries up to which rows are not turned whole
+constexpr int64_t kTogetherMany = 12;  // queries whose scores stay in the nearest cache beside keys and values
 
 template <class P, int N>
 inline void score_rows_all(const uint32_t* spread, const typename P::Stored* const* key,
@@ -209,25 +237,53 @@ inline void score_rows_all(const uint32_t* spread, const typename P::Stored* con
   }
 }
 
-// scores[n][kChunk] of all queries (words [n][pairs]) against `padded` keys; asks for the values, too. Scratch of
+// Rows of keys (values lie `part` beyond) that are asked for while others are multiplied, a few at a time.
+template <class T>
+struct Ahead {
+  const T* row[kChunk];
+  int64_t part, dim, done, count;
+  void ask(int64_t rows) {
+    for (const int64_t end = done + rows < count ? done + rows : count; done < end; ++done)
+      for (int64_t byte = 0; byte < dim * (int64_t)sizeof(T); byte += 64) {
+        _mm_prefetch((const char*)row[done] + byte, _MM_HINT_T1);
+        _mm_prefetch((const char*)(row[done] + part) + byte, _MM_HINT_T1);
+      }
+  }
+};
+
+// scores[n][kChunk] of all queries (words [n][pairs]) against `count` turned keys.
+template <class P>
+void score_many(const uint32_t* q, int64_t num_queries, const uint32_t* turned, int64_t count, int64_t pairs,
+                const float* factor, Ahead<typename P::Stored>& next, float* scores) {
+  const int64_t share = (next.count - next.done) * 32 / (count ? count : 1) + 1;
+  int64_t t = 0;
+  for (; t + 32 <= count; t += 32) {
+    next.ask(share);
+    const uint32_t* keys = turned + t * pairs;
+    int64_t n = 0;
+    for (; n + 6 <= num_queries; n += 6)
+      score_turned_twice<P, 6>(q + n * pairs, pairs, keys, factor + n, scores + n * kChunk + t);
+    for (; n + 3 <= num_queries; n += 3)
+      score_turned_twice<P, 3>(q + n * pairs, pairs, keys, factor + n, scores + n * kChunk + t);
+    for (; n < num_queries; ++n)
+      score_turned_twice<P, 1>(q + n * pairs, pairs, keys, factor + n, scores + n * kChunk + t);
+  }
+  for (; t < count; t += 16) {
+    const uint32_t* keys = turned + t * pairs;
+    int64_t n = 0;
+    for (; n + 6 <= num_queries; n += 6)
+      score_turned<P, 6>(q + n * pairs, pairs, keys, factor + n, scores + n * kChunk + t);
+    for (; n < num_queries; ++n)
+      score_turned<P, 1>(q + n * pairs, pairs, keys, factor + n, scores + n * kChunk + t);
+  }
+}
+
+// The same of kFew queries at most straight from the rows of `padded` keys; asks for the values, too. Scratch of
 // 32 * pairs floats.
 template <class P>
 void score_pairs(const uint32_t* q, int64_t num_queries, const typename P::Stored* const* key,
                  const typename P::Stored* const* value, int64_t padded, int64_t dim, int64_t pairs,
                  const float* factor, uint32_t* scratch, float* scores) {
-  if (num_queries > kFew) {
-    for (int64_t t = 0; t < padded; t += 16) {
-      turn_pairs<P>(key + t, dim, scratch);
-      int64_t n = 0;
-      for (; n + 6 <= num_queries; n += 6)
-        score_turned<P, 6>(q + n * pairs, pairs, scratch, factor + n, scores + n * kChunk + t);
-      for (; n + 3 <= num_queries; n += 3)
-        score_turned<P, 3>(q + n * pairs, pairs, scratch, factor + n, scores + n * kChunk + t);
-      for (; n < num_queries; ++n)
-        score_turned<P, 1>(q + n * pairs, pairs, scratch, factor + n, scores + n * kChunk + t);
-    }
-    return;
-  }
   for (int64_t i = 0; i < num_queries * pairs; i += 16) {
     const __m512i words = _mm512_loadu_si512(q + i);
     _mm512_storeu_si512(scratch + i * 4, _mm512_shuffle_epi32(words, (_MM_PERM_ENUM)0x00));
@@ -309,45 +365,63 @@ inline void mix_laid(const uint32_t* weights, const uint32_t* values, int64_t pa
                      P::value(acc[n][2 * c + 1]) * factor[n]);
 }
 
-// 32 C dims of all queries.
+// 32 C dims of kFew queries at most.
 template <class P, int C>
 inline void mix_some(const uint32_t* weights, const typename P::Stored* const* value, int64_t num_queries, int64_t d,
-                     int64_t dim, int64_t count, const float* factor, int64_t width, uint32_t* scratch, float* mix) {
+                     int64_t dim, int64_t count, const float* factor, int64_t width, float* mix) {
   int64_t n = 0;
-  if (num_queries <= 6) {
-    for (; n + 3 <= num_queries; n += 3)
-      mix_rows<P, 3, C>(weights + n * kChunk, value, d, dim, count, factor + n, width, mix + n * width);
-    if (num_queries - n == 2) {
-      mix_rows<P, 2, C>(weights + n * kChunk, value, d, dim, count, factor + n, width, mix + n * width);
-      n += 2;
-    }
-    if (n < num_queries)
-      mix_rows<P, 1, C>(weights + n * kChunk, value, d, dim, count, factor + n, width, mix + n * width);
-    return;
-  }
-  for (int64_t t = 0; t < count; t += 2)
-    for (int c = 0; c < C; ++c) {
-      __m512i low, high;
-      interleave(load_dims<P>(value[t], d + 32 * c, dim), load_dims<P>(value[t + 1], d + 32 * c, dim), &low, &high);
-      _mm512_storeu_si512(scratch + t / 2 * 32 * C + c * 32, low);
-      _mm512_storeu_si512(scratch + t / 2 * 32 * C + c * 32 + 16, high);
-    }
-  for (; n + 6 <= num_queries; n += 6)
-    mix_laid<P, 6, C>(weights + n * kChunk, scratch, count / 2, factor + n, width, mix + n * width + d);
   for (; n + 3 <= num_queries; n += 3)
-    mix_laid<P, 3, C>(weights + n * kChunk, scratch, count / 2, factor + n, width, mix + n * width + d);
-  for (; n < num_queries; ++n)
-    mix_laid<P, 1, C>(weights + n * kChunk, scratch, count / 2, factor + n, width, mix + n * width + d);
+    mix_rows<P, 3, C>(weights + n * kChunk, value, d, dim, count, factor + n, width, mix + n * width);
+  if (num_queries - n == 2)
+    mix_rows<P, 2, C>(weights + n * kChunk, value, d, dim, count, factor + n, width, mix + n * width);
+  else if (n < num_queries)
+    mix_rows<P, 1, C>(weights + n * kChunk, value, d, dim, count, factor + n, width, mix + n * width);
 }
 
-// mix[n][width] of all queries; weights [n][kChunk] as words of pairs; an even `count` of rows; 32 * kChunk floats of scratch.
+// mix[n][width] of kFew queries at most; weights [n][kChunk] as words of pairs; an even `count` of rows.
 template <class P>
 void mix_pairs(const uint32_t* weights, const typename P::Stored* const* value, int64_t num_queries, int64_t dim,
-               int64_t count, const float* factor, int64_t width, uint32_t* scratch, float* mix) {
+               int64_t count, const float* factor, int64_t width, float* mix) {
   int64_t d = 0;
-  for (; d + 32 < width; d += 64)
-    mix_some<P, 2>(weights, value, num_queries, d, dim, count, factor, width, scratch, mix);
-  if (d < width) mix_some<P, 1>(weights, value, num_queries, d, dim, count, factor, width, scratch, mix);
+  for (; d + 32 < width; d += 64) mix_some<P, 2>(weights, value, num_queries, d, dim, count, factor, width, mix);
+  if (d < width) mix_some<P, 1>(weights, value, num_queries, d, dim, count, factor, width, mix);
+}
+
+// Lays out `count` values (even): for every 64 dims (the last may be 32) [count / 2][their words].
+template <class P>
+void lay_values(const typename P::Stored* const* value, int64_t dim, int64_t count, int64_t width, uint32_t* words) {
+  for (int64_t d = 0; d < width; d += 64) {
+    const int64_t dims = width - d < 64 ? 32 : 64;
+    for (int64_t t = 0; t < count; t += 2)
+      for (int64_t c = d; c < d + dims; c += 32, words += 32) {
+        __m512i low, high;
+        interleave(load_dims<P>(value[t], c, dim), load_dims<P>(value[t + 1], c, dim), &low, &high);
+        _mm512_storeu_si512(words, low);
+        _mm512_storeu_si512(words + 16, high);
+      }
+  }
+}
+
+template <class P, int C>
+inline void mix_laid_all(const uint32_t* weights, const uint32_t* values, int64_t num_queries, int64_t pairs,
+                         const float* factor, int64_t width, float* mix) {
+  int64_t n = 0;
+  for (; n + 6 <= num_queries; n += 6)
+    mix_laid<P, 6, C>(weights + n * kChunk, values, pairs, factor + n, width, mix + n * width);
+  for (; n + 3 <= num_queries; n += 3)
+    mix_laid<P, 3, C>(weights + n * kChunk, values, pairs, factor + n, width, mix + n * width);
+  for (; n < num_queries; ++n)
+    mix_laid<P, 1, C>(weights + n * kChunk, values, pairs, factor + n, width, mix + n * width);
+}
+
+// mix[n][width] of all queries from the first `count` of `laid` values.
+template <class P>
+void mix_many(const uint32_t* weights, const uint32_t* values, int64_t num_queries, int64_t laid, int64_t count,
+              const float* factor, int64_t width, float* mix) {
+  int64_t d = 0;
+  for (; d + 64 <= width; d += 64, values += laid / 2 * 64)
+    mix_laid_all<P, 2>(weights, values, num_queries, count / 2, factor, width, mix + d);
+  if (d < width) mix_laid_all<P, 1>(weights, values, num_queries, count / 2, factor, width, mix + d);
 }
 
 }  // namespace

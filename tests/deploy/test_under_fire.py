@@ -25,6 +25,7 @@ NUM_STREAMS = 16
 def server() -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     port = free_port()
     command = [sys.executable, "-m", "motet.deploy.cli", "serve", MODEL, "--port", str(port), "--preload"]
+    command += ["--shutdown-timeout-s", "240"]  # without a compiler, on a busy machine, half a minute is too little
     command += ["--max-model-len", "512", "--num-blocks", "640"]
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:

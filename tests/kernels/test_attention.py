@@ -306,6 +306,40 @@ def test_chunked_equals_whole(backend: str, threads: int, dtype: torch.dtype, ki
         torch.set_num_threads(before)
 
 
+@KINDS
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_few_rows_over_a_long_context_beside_decodes(backend: str, threads: int, kind: str) -> None:
+    """Threads share the chunks of the long sequence; its rows, and each row by itself, keep every bit."""
+    first, rows = 2600, 16
+    spans = [*((90 + 7 * i, 1) for i in range(15)), (first, rows)]
+    q, kv, batch = paged(spans, heads=9, kv_heads=3, dim=64, block=16, dtype=torch.bfloat16)
+    kv = cached(kv, kind)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = paged_attention(q, kv, batch, 0, scale=0.125)
+        exact, _ = paged_attention_reference(q, kv, batch, 0, scale=0.125)
+        torch.testing.assert_close(together.double(), exact, atol=4e-3, rtol=1.6e-2)
+        for low, high in [(0, rows), (0, 1), (1, 4), (4, 11), (11, rows)]:
+            here = slice(15 + low, 15 + high)
+            alone = changed(
+                batch,
+                seq=torch.zeros(high - low, dtype=torch.int64),
+                position=batch.position[here],
+                num_visible=batch.num_visible[here],
+                block_tables=(batch.block_tables[0][15:],),
+                kv_lens=torch.tensor([first + high]),
+                row_starts=torch.tensor([0, high - low]),
+            )
+            part = paged_attention(q[here], kv, alone, 0, scale=0.125)
+            if backend == "cpu":
+                assert torch.equal(part, together[here])
+            else:
+                torch.testing.assert_close(part, together[here], atol=4e-3, rtol=1.6e-2)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_strided_queries_and_padding_rows(backend: str) -> None:
     """q as a view into fused QKV rows; two padding rows after the last sequence come out as zeros."""
     q, kv, batch = paged([(30, 1), (4, 2)])

@@ -59,7 +59,7 @@ def both(
         stack.forward = counted  # type: ignore[method-assign]
     for chosen in (stack, None):
         model.stack = chosen
-        paged = PagedSequences(model.kv_specs(), 3, 64, dtype=torch.bfloat16)
+        paged = PagedSequences(model.kv_specs(), 3, 96, dtype=torch.bfloat16)
         if kv_dtype is torch.int8:  # the bytes of a NaN's scale would do as well as any others
             paged.kvs = [
                 torch.full((*kv.shape[:-1], row_width(kv.shape[-1], kv_dtype)), -1, dtype=kv_dtype) for kv in paged.kvs
@@ -166,3 +166,18 @@ def test_a_batch_that_does_not_fit_is_refused() -> None:
         model.stack.forward(model.embed(torch.arange(5)), batch, paged.kvs[:2], paged.groups, [])
     with pytest.raises(RuntimeError, match="names group 0 and rotary 0"):
         model.stack.forward(model.embed(torch.arange(5)), batch, paged.kvs, paged.groups, [])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_many_rows_which_threads_take_in_pieces_of_their_own(family: str) -> None:
+    """192 rows and more a step: pieces of about 64 go from matrix to matrix, on one thread or several."""
+    model = make(family)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            fused, plain = both(model, [[(0, 70), (1, 62), (2, 63)], [(2, 1), (0, 3)]])
+            for ours, theirs in zip(fused, plain, strict=True):
+                assert torch.equal(ours.nan_to_num(9.0), theirs.nan_to_num(9.0))
+    finally:
+        torch.set_num_threads(threads)
