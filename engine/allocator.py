@@ -30,6 +30,13 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT) and mallopt(_TRIM_THRESHOLD, _MOST_IDLE))
 
 
+def release_freed_memory() -> None:
+    """Give back what is free now in spite of `keep_freed_memory`: after a load, which needs more than any step."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
 def take_pages(address: int, size: int) -> bool:
     """Let the system back this part of our memory now, contents unchanged. False where it does not know how.
 

@@ -68,6 +68,7 @@ def load_asr(
         hidden_size=model.config.hidden,
         eos_token_ids=(model.tokens.eot,),
         dtype=str(dtype).removeprefix("torch."),
+        weight_format="int8" if in_bytes else "",
     )
     engine = ASREngine(
         info=info,

@@ -73,7 +73,10 @@ class SocketPeer:
 
 def _pass_on(stream: BinaryIO, host: EngineHost, peer: SocketPeer) -> bool:
     """Wait for the parent's next message and post it. Holds none: some are large, and the next may come in hours."""
-    body = read_frame(stream)
+    try:
+        body = read_frame(stream)
+    except ConnectionResetError:  # the parent was killed with something still unread
+        body = None
     if body is None:
         return False
     host.post(to_host_decoder.decode(body), peer)

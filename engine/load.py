@@ -20,7 +20,7 @@ from ..models import loader
 from ..models.build import CausalModel, build_model
 from ..models.decoder import Decoder
 from ..models.spec import WHOLE, Shard
-from .allocator import take_pages
+from .allocator import release_freed_memory, take_pages
 from .cache.block_pool import BlockPool
 from .cache.manager import CacheManager, KVGroup, make_groups
 from .compatibility import check_config
@@ -75,13 +75,21 @@ def build_engine(name: str, config: HostConfig, report: Callable[[str], None]) -
     if config.threads:
         torch.set_num_threads(config.threads)
     kind = loader.resolve(name).kind
+    engine: Engine
     if kind == "llm":
-        return load_llm(name, config.engine, report=report)
-    if kind == "asr":
+        engine = load_llm(name, config.engine, report=report)
+    elif kind == "asr":
         from .asr_load import load_asr
 
-        return load_asr(name, config, report)
-    raise ModelLoadError(f"model {name!r} is of kind {kind!r}; this version serves: llm, asr", param="model")
+        engine = load_asr(name, config, report)
+    else:
+        raise _unserved(name, kind)
+    release_freed_memory()
+    return engine
+
+
+def _unserved(name: str, kind: str) -> ModelLoadError:
+    return ModelLoadError(f"model {name!r} is of kind {kind!r}; this version serves: llm, asr", param="model")
 
 
 def load_llm(
@@ -310,14 +318,14 @@ def _num_blocks(
 
 
 def _num_resident(config: EngineConfig, resolved: Resolved) -> int | None:
-    """Blocks that idle prefixes may fill on a CPU when nobody has said how much memory is the cache's: 0.4 GiB of them."""
+    """Blocks that idle prefixes may fill on a CPU when nobody has said how much memory is the cache's: 0.37 GiB of them."""
     if config.num_blocks or config.kv_cache_gb or resolved.device != "cpu":
         return None
     return _num_in_resident_bytes(resolved)
 
 
 def _num_in_resident_bytes(resolved: Resolved) -> int:
-    return int(resolved.num_blocks * min(1.0, 0.4 * 2**30 / resolved.kv_bytes))
+    return int(resolved.num_blocks * min(1.0, 0.37 * 2**30 / resolved.kv_bytes))
 
 
 def _take_pages(pages: Sequence[torch.Tensor], num_blocks: int) -> None:
