@@ -318,14 +318,14 @@ def _num_blocks(
 
 
 def _num_resident(config: EngineConfig, resolved: Resolved) -> int | None:
-    """Blocks that idle prefixes may fill on a CPU when nobody has said how much memory is the cache's: 0.37 GiB of them."""
+    """Blocks that idle prefixes may fill on a CPU when nobody has said how much memory is the cache's: 0.355 GiB."""
     if config.num_blocks or config.kv_cache_gb or resolved.device != "cpu":
         return None
     return _num_in_resident_bytes(resolved)
 
 
 def _num_in_resident_bytes(resolved: Resolved) -> int:
-    return int(resolved.num_blocks * min(1.0, 0.37 * 2**30 / resolved.kv_bytes))
+    return int(resolved.num_blocks * min(1.0, 0.355 * 2**30 / resolved.kv_bytes))
 
 
 def _take_pages(pages: Sequence[torch.Tensor], num_blocks: int) -> None:
