@@ -11,8 +11,8 @@ latest chunks alone, since attention makes it dearer as its context grows. Knows
 
 from __future__ import annotations
 
-# Tokens of a chunk, whatever it costs: a prompt always gets on. Measured beside 15 streams: with 8, a prompt of 8,000 had its first
-# token after 19.5 s instead of 12, and the 99th percentile of its neighbours' pauses fell from 42 to 39 ms only.
+# Tokens of a chunk, whatever it costs: a prompt always gets on. Measured beside 15 streams: with 8, a prompt of 8,000 had its
+# first token after 19.5 s instead of 12, and the 99th percentile of its neighbours' pauses fell from 42 to 39 ms only.
 LEAST = 16
 CREDIT_S = 0.15  # the most that a step may take beyond its pace
 _WEIGHT = 4  # streams that a waiting prompt weighs as much as (64 prompts at once then lose 1 % of throughput, not 5)

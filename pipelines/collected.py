@@ -31,6 +31,7 @@ class Collected(ABC, Generic[Item, Result]):
         self._error: BaseException | None = None
         self._news: asyncio.Event | None = None
         self._task: Future[None] | None = None
+        self._unwanted = False
 
     @abstractmethod
     async def _run(self, ready: Future[None]) -> Result:
@@ -47,6 +48,8 @@ class Collected(ABC, Generic[Item, Result]):
         """Return once the request is on its way; raises what is wrong with it."""
         ready: Future[None] = Future()
         self._task = self.hub.start(self._pump(ready))
+        if self._unwanted:  # `cancel` came from another thread before there was a task to be seen
+            self._task.cancel()
         try:
             ready.result()
         except BaseException:
@@ -99,6 +102,7 @@ class Collected(ABC, Generic[Item, Result]):
         return self._result
 
     def cancel(self) -> None:
+        self._unwanted = True
         if self._task is not None:
             self._task.cancel()
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import CancelledError, Future
+from typing import Any
 
 import pytest
 
@@ -113,4 +115,20 @@ def test_cancelling_the_reader_ends_the_request(hub: Hub) -> None:
             await task
 
     asyncio.run(main())
+    assert counting.closed.wait(5)
+
+
+def test_cancelling_before_the_task_is_known_ends_the_request(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    counting = Counting(hub, 5, hold_at=0)
+    start = hub.start
+
+    def late(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        task = start(coroutine)
+        assert counting.held.wait(5)
+        counting.cancel()  # as another thread does it, which sees no task yet
+        return task
+
+    monkeypatch.setattr(hub, "start", late)
+    with contextlib.suppress(CancelledError, asyncio.CancelledError):
+        counting.begin()
     assert counting.closed.wait(5)
