@@ -50,4 +50,5 @@ def take_pages(address: int, size: int) -> bool:
     if last <= first:
         return True
     madvise = ctypes.CDLL(None).madvise
-    return madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), ctypes.c_int(_POPULATE_WRITE)) == 0
+    status: int = madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), ctypes.c_int(_POPULATE_WRITE))
+    return status == 0

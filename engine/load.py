@@ -83,13 +83,9 @@ def build_engine(name: str, config: HostConfig, report: Callable[[str], None]) -
 
         engine = load_asr(name, config, report)
     else:
-        raise _unserved(name, kind)
+        raise ModelLoadError(f"model {name!r} is of kind {kind!r}; this version serves: llm, asr", param="model")
     release_freed_memory()
     return engine
-
-
-def _unserved(name: str, kind: str) -> ModelLoadError:
-    return ModelLoadError(f"model {name!r} is of kind {kind!r}; this version serves: llm, asr", param="model")
 
 
 def load_llm(

@@ -305,7 +305,7 @@ def linear(x: Tensor, w: LinearWeight, bias: Tensor | None = None, *, out_dtype:
 
     `w` is prepared for x's dtype, or in storage. Quantized weights in layout rows16 meet activations that are rounded to
     8 bits, each 32 inputs of a row with a scale of their own (as llama.cpp does it); bf16 weights meet them as they are.
-    In layout rows16 and below `_many_rows`, which quantized weights reach only with AMX or without AVX2, a row's result
+    In layout rows16 and below `many_rows`, which quantized weights reach only with AMX or without AVX2, a row's result
     depends on nothing but the row: not on R, not on threads.
     """
     if out_dtype is not None and out_dtype != x.dtype and not (w.layout == "rows16" and out_dtype is torch.float32):
@@ -315,8 +315,8 @@ def linear(x: Tensor, w: LinearWeight, bias: Tensor | None = None, *, out_dtype:
         flat = linear(x.reshape(-1, x.shape[-1]), w, bias, out_dtype=out_dtype)
         return flat.view(*x.shape[:-1], w.out_features)
     if layout == "rows16" and x.dtype is torch.bfloat16:
-        if x.shape[0] < _many_rows(w.format):
-            t, bits, zero = w.tensors, *_BITS_ZERO[w.format]
+        if x.shape[0] < many_rows(w.format):
+            t, bits, zero = w.tensors, *BITS_ZERO[w.format]
             multiply = torch.ops.motet_cpu.rows16_linear.default
             fp32 = out_dtype is torch.float32
             y: Tensor = multiply(
@@ -335,7 +335,7 @@ def linear(x: Tensor, w: LinearWeight, bias: Tensor | None = None, *, out_dtype:
 
 def has_byte_products() -> bool:
     """Whether 8-bit weights are faster than bf16 ones on this CPU however many rows there are."""
-    return _ops() is not None and _many_rows("int8") == _NEVER
+    return _ops() is not None and many_rows("int8") == _NEVER
 
 
 def multiplies_bytes(w: LinearWeight) -> bool:
@@ -379,7 +379,8 @@ def embedding(ids: Tensor, w: LinearWeight, dtype: torch.dtype) -> Tensor:
 
 # ------------------------------------------------------------------------------- layout rows16 (kernels/cpu/linear.cpp)
 
-_BITS_ZERO: dict[str, tuple[int, int]] = {
+# Per format, bits of a stored number and the number that means 0; float weights are stored as bf16.
+BITS_ZERO: dict[str, tuple[int, int]] = {
     "q4_0": (4, 8),
     "q4_1": (4, 0),
     "int4": (4, 0),
@@ -414,12 +415,13 @@ def _has_bf16_dot() -> bool:
 
 
 @cache
-def _many_rows(format: str) -> int:
+def many_rows(format: str) -> int:
+    """From how many rows on `linear` multiplies a rows16 weight of this format by torch's matmul on this CPU."""
     if getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)():
         limits = _MANY_ROWS_AMX
     else:
         limits = _MANY_ROWS_PLAIN if torch.ops.motet_cpu.int8_instruction_set() == "plain" else _MANY_ROWS
-    return limits[_BITS_ZERO[format][0]]
+    return limits[BITS_ZERO[format][0]]
 
 
 def _to_tiles(table: Tensor) -> Tensor:
@@ -428,7 +430,7 @@ def _to_tiles(table: Tensor) -> Tensor:
     return padded.view(-1, 16, table.shape[1]).transpose(1, 2).contiguous()
 
 
-def _integers(w: LinearWeight) -> Tensor:
+def integers_of(w: LinearWeight) -> Tensor:
     """The whole numbers of a quantized weight in storage: u8 (four bits) or i8, [out, in]."""
     if w.format == "int8":
         return w.tensors["weight"]
@@ -441,7 +443,7 @@ def _integers(w: LinearWeight) -> Tensor:
     return torch.cat([packed & 0xF, packed >> 4], dim=-1).view(w.out_features, -1)
 
 
-def _scales(w: LinearWeight) -> tuple[Tensor, Tensor | None]:
+def scales_of(w: LinearWeight) -> tuple[Tensor, Tensor | None]:
     """Scale and minimum [out, groups] of a quantized weight in storage, fp16 or fp32 as stored."""
     if w.format == "int8":
         return w.tensors["scale"][:, None], None
@@ -453,9 +455,9 @@ def _scales(w: LinearWeight) -> tuple[Tensor, Tensor | None]:
 
 def _to_rows16(w: LinearWeight) -> LinearWeight:
     if w.is_quantized:
-        scale, minimum = _scales(w)
+        scale, minimum = scales_of(w)
         tensors = {
-            "quants": torch.ops.motet_cpu.rows16_pack(_integers(w), _BITS_ZERO[w.format][0]),
+            "quants": torch.ops.motet_cpu.rows16_pack(integers_of(w), BITS_ZERO[w.format][0]),
             "scale": _to_tiles(scale),
         }
         if minimum is not None:
@@ -476,7 +478,7 @@ def _to_rows16(w: LinearWeight) -> LinearWeight:
 
 def _take_rows16(w: LinearWeight, ids: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Rows `ids` (None: all) of a weight in layout rows16, [n, in] in `dtype`."""
-    t, bits, zero = w.tensors, *_BITS_ZERO[w.format]
+    t, bits, zero = w.tensors, *BITS_ZERO[w.format]
     made = dtype if dtype in (torch.float32, torch.bfloat16) else torch.float32
     rows: Tensor = torch.ops.motet_cpu.rows16_take(
         ids, t["quants"], t.get("scale"), t.get("minimum"), bits, zero, w.out_features, made
@@ -500,9 +502,9 @@ def _to_torch_packed(w: LinearWeight) -> LinearWeight:
     if w.format == "int8":
         extras, layout = {"scale_bf16": w.tensors["scale"].bfloat16()}, "int8pack"
     elif w.format in ("q4_0", "q4_1", "int4") and w.out_features % 64 == 0:
-        scale, minimum = _scales(w)
+        scale, minimum = scales_of(w)
         zero = torch.zeros_like(scale, dtype=torch.float32) if minimum is None else minimum.float() + 8 * scale.float()
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(_integers(w).to(torch.int32), 1)
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(integers_of(w).to(torch.int32), 1)
         pairs = torch.stack([scale.float().T, zero.T], dim=-1).bfloat16().contiguous()
         extras, layout = {"packed": packed, "scale_zero": pairs}, "int4pack"
     if layout == "plain":

@@ -15,7 +15,7 @@ import torch
 
 from ..kernels import dispatch
 from ..kernels.attention import PagedBatch
-from ..kernels.linear import _BITS_ZERO, LinearWeight, _many_rows
+from ..kernels.linear import BITS_ZERO, LinearWeight, many_rows
 
 if TYPE_CHECKING:
     from .decoder import Decoder
@@ -129,7 +129,7 @@ def make_stack(decoder: Decoder) -> LayerStack | None:
                 if weight is None or weight.layout != "rows16":
                     return None
                 layers.add_part(which, *_arguments(weight, bias))
-                max_rows = min(max_rows, _many_rows(weight.format))
+                max_rows = min(max_rows, many_rows(weight.format))
         layers.check_layer(config.hidden_size)
     return LayerStack(layers, max_rows)
 
@@ -137,4 +137,4 @@ def make_stack(decoder: Decoder) -> LayerStack | None:
 def _arguments(weight: LinearWeight, bias: torch.Tensor | None) -> tuple[object, ...]:
     """A weight in layout rows16 as the C++ functions take it."""
     t = weight.tensors
-    return (t["quants"], t.get("scale"), t.get("minimum"), bias, *_BITS_ZERO[weight.format], weight.out_features)
+    return (t["quants"], t.get("scale"), t.get("minimum"), bias, *BITS_ZERO[weight.format], weight.out_features)

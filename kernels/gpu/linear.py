@@ -23,7 +23,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from ..linear import LinearWeight, _integers, _scales
+from ..linear import LinearWeight, integers_of, scales_of
 from .quantized_matmul import dequantize_kernel, quantize_rows_kernel, quantized_matmul_kernel
 from .rounding import INTERPRETED, dot_dtype
 
@@ -61,14 +61,14 @@ def prepare(w: LinearWeight, dtype: torch.dtype, device: torch.device) -> Linear
         return None
     four_bits = w.format in ("q4_0", "q4_1", "int4")
     width = w.group or INT8_TILE
-    integers = _integers(w).to(device)
+    integers = integers_of(w).to(device)
     num_groups = -(-w.in_features // width)
     num_groups += num_groups % 2 if four_bits else 0
     integers = F.pad(integers, (0, num_groups * width - w.in_features)).view(w.out_features, num_groups, width)
     if four_bits:
         integers = integers[:, 0::2] | (integers[:, 1::2] << 4)
     tensors = {"quants": integers.transpose(0, 1).contiguous()}
-    scale, minimum = _scales(w)
+    scale, minimum = scales_of(w)
     for name, table in (("scale", scale), ("minimum", minimum)):
         if table is not None:
             table = table.to(device).T
