@@ -144,7 +144,26 @@ class AudioRequest(msgspec.Struct, kw_only=True, tag="audio"):
     attempt: int = 0
 
 
-AnyRequest: TypeAlias = Request | AudioRequest
+class SpeechRequest(msgspec.Struct, kw_only=True, tag="speech"):
+    """One request to a voice. Each utterance (a sentence or so) is a prompt of its own, made by the frontend
+    (engine/frontend/speech.py): those known at once lie in `utterances`; with `open` each later one is an `append`.
+
+    Utterances are spoken in their order, each as soon as it can be. A frontend appends the next one when its reader has
+    taken most of what was spoken, which is what bounds the audio under way.
+    """
+
+    request_id: str
+    model: str
+    utterances: list[list[int]] = []
+    params: SamplingParams | None = None  # None: the voice's own; masks, stop ids and length limits are always the voice's
+    priority: int = 0
+    deadline: float | None = None  # seconds from submit to the first audio; None: the engine's own goal
+    cache_salt: str = ""
+    open: bool = False
+    attempt: int = 0
+
+
+AnyRequest: TypeAlias = Request | AudioRequest | SpeechRequest
 
 
 # ----------------------------------------------------------------------------------------------------------- events
@@ -253,6 +272,14 @@ class Speech(Event, tag="speech", kw_only=True):
     upto: float = 0.0
 
 
+class Audio(Event, tag="audio", kw_only=True):
+    """Speech that was made: mono 16-bit little-endian PCM at 24 kHz, the next piece of utterance number `utterance`."""
+
+    pcm: bytes
+    utterance: int = 0
+    last: bool = False  # the utterance ends with this piece (which may be empty)
+
+
 FinishReason: TypeAlias = Literal["stop", "length"]
 
 
@@ -263,7 +290,7 @@ class Done(Event, tag="done", kw_only=True):
     stop_token: int | None = None
     usage: Usage = Usage()
     timing: Timing = Timing()
-    audio_s: float = 0.0  # recognisers: seconds of audio heard
+    audio_s: float = 0.0  # seconds of audio heard (recognisers) or made (voices)
 
 
 class Aborted(Event, tag="aborted", kw_only=True):
@@ -279,7 +306,7 @@ class Failed(Event, tag="failed", kw_only=True):
     error: ErrorInfo
 
 
-AnyEvent: TypeAlias = Tokens | Pooled | Recognized | Partial | Speech | Done | Aborted | Failed
+AnyEvent: TypeAlias = Tokens | Pooled | Recognized | Partial | Speech | Audio | Done | Aborted | Failed
 TERMINAL = (Done, Aborted, Failed)
 
 

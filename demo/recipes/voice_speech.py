@@ -31,6 +31,7 @@ LOUDNESS = 0.1  # root mean square of every utterance
 SILENCE = 200 / 32768  # quieter than this at the edges is cut
 LEAD_S, TAIL_S = 0.05, 0.1  # silence kept
 LONGEST_S = 9.0
+HELD_OUT = Path(__file__).with_name("voice_heldout.tsv")  # the test: as typed, tab, as spoken; never learned from
 MEAN_S = 2.7  # of an utterance, to know how many sentences so many hours are
 
 Samples = NDArray[np.int16]
@@ -126,6 +127,11 @@ def _lines(path: Path) -> Iterator[Utterance]:
         )
 
 
+def held_out_sentences() -> list[tuple[str, str]]:
+    """The test's sentences, as people type them and as they are spoken."""
+    return [(typed, spoken) for typed, spoken in (line.split("\t") for line in HELD_OUT.read_text().splitlines())]
+
+
 def samples_of(folder: Path) -> Samples:
     """All of `speech.s16`, mapped, not read."""
     return np.memmap(folder / "speech.s16", np.int16, "r")
@@ -138,7 +144,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
-    synthesize(options.folder, options.hours, seed=options.seed, jobs=options.jobs)
+    held_out = frozenset(spoken for _, spoken in held_out_sentences())
+    synthesize(options.folder, options.hours, seed=options.seed, jobs=options.jobs, without=held_out)
 
 
 if __name__ == "__main__":
