@@ -32,12 +32,13 @@ from voice_networks import (
     SnacDecoder,
     SpectralLoss,
 )
-from voice_speech import read_table, samples_of
+from voice_speech import read_pronounced, read_table, samples_of
 
 LATENT = 192
 CLIP = 16_384  # samples of a training clip: 0.68 s
 CLIPS = 12
 CHECKPOINT_S = 300.0
+LONGEST_STEP_S = 5.0  # what a step takes longer does not count: somebody had stopped the process
 
 
 class Clips:
@@ -72,7 +73,8 @@ class Stage:
 
     def run(self, loss_of: Callable[[], Tensor]) -> None:
         """Steps until the minutes are spent."""
-        began, saved, recent = time.monotonic() - self.spent_s, time.monotonic(), list[float]()
+        last = saved = time.monotonic()
+        recent: list[float] = []
         while (share := self.spent_s / self.budget_s) < 1:
             falling = 1.0 if share < 0.3 else 0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * (share - 0.3) / 0.7))
             for group in self.optimizer.param_groups:
@@ -83,7 +85,9 @@ class Stage:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             self.steps += 1
-            self.spent_s = time.monotonic() - began
+            now = time.monotonic()
+            self.spent_s += min(now - last, LONGEST_STEP_S)
+            last = now
             recent.append(float(loss.detach()))
             if self.steps % 50 == 0:
                 heard = self.steps * CLIPS * CLIP / SAMPLE_RATE
@@ -149,6 +153,11 @@ def tokenize(learner: Learner, folder: Path, strides: Sequence[int], size: int, 
         columns["phones"].append(ids.phone_ids(utterance.phones))
         columns["codes"].append(flat)
         columns["spoken"].append(spoken)
+    for phones, text in read_pronounced(folder):
+        columns["text"].append(ids.text_ids(text))
+        columns["phones"].append(ids.phone_ids(phones))
+        columns["codes"].append(np.zeros(0, np.int64))
+        columns["spoken"].append(np.zeros(0, np.int64))
     arrays = {name: np.concatenate(rows).astype(np.int16) for name, rows in columns.items()}
     arrays |= {f"{name}_len": np.array([len(row) for row in rows]) for name, rows in columns.items()}
     np.savez(folder / "tokens.npz", **arrays)

@@ -32,7 +32,9 @@ from torch.nn import functional as F
 HEADS_LED, LAYERS_LED = 2, (3, 4)
 LEAD_WEIGHT, LEAD_UNTIL = 0.2, 0.5  # the weight falls to 0 at this share of the training
 SHORT_FIRST, SHORT_CODES_S = 0.06, 2.0  # in this first share only utterances of at most so many seconds
+PRONOUNCED = 0.45  # sentences without speech in a pass, in shares of those with it
 CHECKPOINT_S = 300.0
+LONGEST_STEP_S = 20.0  # what a step takes longer does not count: somebody had stopped the process, or it compiled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +222,8 @@ class Trainer:
         examples, self.layout = load_examples(folder)
         self.held_out = [example for example in examples if len(example.codes)][:128]
         kept_out = {id(example) for example in self.held_out}
-        self.examples = [example for example in examples if id(example) not in kept_out]
+        self.examples = [example for example in examples if len(example.codes) and id(example) not in kept_out]
+        self.pronounced = [example for example in examples if not len(example.codes)]
         torch.manual_seed(seed)
         self.rng = np.random.default_rng(seed)
         self.num_places = len(ids.places(self.layout["strides"]))
@@ -252,13 +255,19 @@ class Trainer:
     def train(self, minutes: float) -> None:
         """Until so many minutes have been spent in all. The rate falls with the time, to a twentieth."""
         budget_s = minutes * 60
-        began, saved = time.monotonic() - self.spent_s, time.monotonic()
+        last = saved = time.monotonic()
         recent: list[list[float]] = []
         short = round(SHORT_CODES_S / self.frame_s * self.num_places)
         while True:
             longest = short if self.spent_s < SHORT_FIRST * budget_s else 10**9
-            for batch in batches(self.examples, self.tokens, self.rng, longest=longest):
-                self.spent_s = time.monotonic() - began
+            # Beside all that is spoken, some of what is only pronounced: other sentences in every pass.
+            num_pronounced = min(len(self.pronounced), round(PRONOUNCED * len(self.examples)))
+            others = self.rng.choice(len(self.pronounced), num_pronounced, replace=False) if num_pronounced else []
+            examples = [*self.examples, *(self.pronounced[at] for at in others)]
+            for batch in batches(examples, self.tokens, self.rng, longest=longest):
+                now = time.monotonic()
+                self.spent_s += min(now - last, LONGEST_STEP_S)
+                last = now
                 share = self.spent_s / budget_s
                 if share >= 1:
                     self.save()

@@ -1,11 +1,12 @@
 """Speech to learn from: sentences spoken by flite (voice rms), with the phones it spoke and when, at 24 kHz.
 
-    python demo/recipes/voice_speech.py FOLDER --hours 12 [--seed 7] [--jobs 2]
+    python demo/recipes/voice_speech.py FOLDER --hours 12 [--pronounced 40000] [--seed 7] [--jobs 2]
 
 Needs Debian's flite (the engine and the rms voice are under BSD-like licences that allow any use of what they produce;
 `motet-voice.md` quotes them). Writes into FOLDER: `speech.s16` (all utterances one behind the other, 16-bit, 24 kHz mono)
 and `speech.tsv` (first sample, samples, each phone with its end in seconds, text). Goes on where it stopped; the same seed
-gives the same speech.
+gives the same speech. `pronounced.tsv` has the phones of further sentences that nobody speaks (phones, text): they cost a
+tenth, and how English is pronounced takes more of it to learn than how a phone sounds.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import soxr
 from numpy.typing import NDArray
 from voice_text import sentences
 
-VOICE = "rms"
+VOICE, QUICK_VOICE = "rms", "kal"
 SAMPLE_RATE = 24_000
 LOUDNESS = 0.1  # root mean square of every utterance
 SILENCE = 200 / 32768  # quieter than this at the edges is cut
@@ -78,6 +79,17 @@ def speak(text: str) -> tuple[Samples, str] | None:
     return (np.clip(sound, -0.99, 0.99) * 32767).astype(np.int16), " ".join(phones)
 
 
+def pronounce(text: str) -> str | None:
+    """The phones of a text, "pau dh ax ...", by a smaller voice of the same dictionary; None where the two would differ."""
+    told = subprocess.run(
+        ["flite", "-voice", QUICK_VOICE, "-ps", "-t", text, "-o", "none"], capture_output=True, text=True, check=True
+    )
+    phones = " ".join(told.stdout.split())
+    # The only difference: rms says "of" with another vowel.
+    num_of = sum(word.strip(",.?'") == "of" for word in text.split())
+    return phones.replace("aa v", "ah v") if phones.count("aa v") == num_of else None
+
+
 def _scratch() -> str | None:
     return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
@@ -107,6 +119,28 @@ def synthesize(folder: Path, hours: float, *, seed: int, jobs: int, without: fro
                 break
     print(f"speech: {at / SAMPLE_RATE / 3600:.2f} h, {time.monotonic() - began:.0f} s", flush=True)
     return at / SAMPLE_RATE / 3600
+
+
+def pronounce_more(folder: Path, count: int, *, seed: int, jobs: int, without: frozenset[str]) -> None:
+    """Write `pronounced.tsv` unless it is there: `count` sentences other than those of `speech.tsv`."""
+    path = folder / "pronounced.tsv"
+    if path.is_file() or not count:
+        return
+    spoken = {utterance.text for utterance in read_table(folder)}
+    texts = sentences(count + len(spoken), seed + 1, without=without | spoken)[:count]
+    began = time.monotonic()
+    with Pool(jobs) as pool:
+        phones = pool.map(pronounce, texts, chunksize=64)
+    path.with_suffix(".tmp").write_text("".join(f"{p}\t{text}\n" for p, text in zip(phones, texts) if p is not None))
+    path.with_suffix(".tmp").rename(path)
+    print(f"pronounced: {sum(p is not None for p in phones)} sentences, {time.monotonic() - began:.0f} s", flush=True)
+
+
+def read_pronounced(folder: Path) -> list[tuple[list[str], str]]:
+    """Phones and text of each sentence of `pronounced.tsv`; nothing where it is missing."""
+    path = folder / "pronounced.tsv"
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return [(phones.split(), text) for phones, text in (line.split("\t") for line in lines)]
 
 
 def read_table(folder: Path) -> list[Utterance]:
@@ -141,11 +175,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make speech for the demo voice to learn from.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--hours", type=float, default=12.0)
+    parser.add_argument(
+        "--pronounced", type=int, default=40_000, help="further sentences of which only phones are kept"
+    )
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
     held_out = frozenset(spoken for _, spoken in held_out_sentences())
     synthesize(options.folder, options.hours, seed=options.seed, jobs=options.jobs, without=held_out)
+    pronounce_more(options.folder, options.pronounced, seed=options.seed, jobs=options.jobs, without=held_out)
 
 
 if __name__ == "__main__":
