@@ -14,7 +14,11 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_EXPORTS = {"Chat": "motet.pipelines.chat", "Transcription": "motet.pipelines.transcription"}
+_EXPORTS = {
+    "Chat": "motet.pipelines.chat",
+    "Speech": "motet.pipelines.speech",
+    "Transcription": "motet.pipelines.transcription",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -38,7 +38,7 @@ from motet.benchmarks.asr_claims.memory import memory
 from motet.benchmarks.asr_claims.own_modes import clips_at_once, speakers
 from motet.benchmarks.asr_claims.setting import CLAIMS, REHEARSAL, Setting, Sizes, read_speech
 from motet.benchmarks.claims import Row
-from motet.benchmarks.llm import OURS_FAILED, built_kernels
+from motet.benchmarks.llm import built_kernels
 from motet.benchmarks.llm_claims.setting import say
 from motet.benchmarks.motet_engine import EngineError
 from motet.benchmarks.motet_recogniser import MotetRecogniser, Samples
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if live := [name for name in options.only if name in ("live20", "final_ms")]:
         rows |= attempt(live, lambda: measure_live(setting, live))
     ordered = [rows[name] for name in options.only]
-    broken = any(row.why.startswith(OURS_FAILED) for row in ordered)
+    broken = any(row.why.startswith(claims.OURS_FAILED) for row in ordered)
     if options.rehearse:
         ordered = [dataclasses.replace(row, holds=False, why=f"a rehearsal; {row.why}") for row in ordered]
     print("\n" + claims.table(ordered), flush=True)
@@ -99,12 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def attempt(names: Sequence[str], measure: Callable[[], list[Row]]) -> dict[str, Row]:
-    """What `measure` gives for some claims; when we ourselves fail, a row for each that says so."""
-    try:
-        return {row.claim: row for row in measure()}
-    except (EngineError, MotetError, OSError) as error:
-        say(f"  {OURS_FAILED}{error}")
-        return {name: claims.failed(CLAIMS[name], f"{OURS_FAILED}{error}") for name in names}
+    return claims.attempt(CLAIMS, names, measure, (EngineError, MotetError, OSError))
 
 
 # ------------------------------------------------------------------------------------------------- the engine by itself

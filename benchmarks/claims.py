@@ -14,7 +14,7 @@ import math
 import os
 import platform
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,7 @@ KEYS = (
     "claim", "ours", "peer", "peer_name", "ratio", "better", "target", "holds", "unit", "runs", "machine", "why"
 )  # fmt: skip
 NOT_YET = "not measured yet"
+OURS_FAILED = "ours failed: "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +95,20 @@ def failed(
         claim, ours=ours, peer=None, peer_name=peer_name, ratio=None, holds=False, runs=runs, why=why,
         ours_name=ours_name,
     )  # fmt: skip
+
+
+def attempt(
+    table: Mapping[str, Claim],
+    names: Sequence[str],
+    measure: Callable[[], list[Row]],
+    errors: tuple[type[Exception], ...],
+) -> dict[str, Row]:
+    """What `measure` gives for the claims `names`; when it raises one of `errors`, a row for each that says so."""
+    try:
+        return {row.claim: row for row in measure()}
+    except errors as error:
+        print(f"  {OURS_FAILED}{error}", flush=True)
+        return {name: failed(table[name], f"{OURS_FAILED}{error}") for name in names}
 
 
 def not_yet(claim_id: str) -> Row:

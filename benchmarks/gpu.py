@@ -550,9 +550,13 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 @torch.inference_mode()
-def main(arguments: list[str] | None = None) -> int:
+def main(
+    arguments: list[str] | None = None, *, claims: Sequence[Claim] | None = None, description: str | None = __doc__
+) -> int:
+    """The command line; `claims` None: those of this file."""
+    claims = CLAIMS if claims is None else claims
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
     parser.add_argument("--only", default="", metavar="CLAIM,...", help="ids, or their beginnings")
@@ -564,9 +568,9 @@ def main(arguments: list[str] | None = None) -> int:
     if not (ON_GPU or options.toy):
         parser.error("no CUDA device here; --toy runs anywhere")
     wanted = tuple(part.strip() for part in options.only.split(",") if part.strip())
-    chosen = [claim for claim in CLAIMS if not wanted or claim.id.startswith(wanted)]
+    chosen = [claim for claim in claims if not wanted or claim.id.startswith(wanted)]
     if not chosen:
-        parser.error(f"--only: no such claim; known: {', '.join(claim.id for claim in CLAIMS)}")
+        parser.error(f"--only: no such claim; known: {', '.join(claim.id for claim in claims)}")
     began, sizes = time.monotonic(), SMALL if options.toy else FULL
     torch.manual_seed(0)
     limits = measure_limits(sizes)

@@ -50,7 +50,6 @@ from motet.models.tokenizer import load_tokenizer
 
 MODEL = "smollm2-135m-instruct"
 TEXT = Path(__file__).resolve().parent.parent / "LICENSE"
-OURS_FAILED = "ours failed: "
 Measure = Callable[[Setting, list[str]], list[Row]]
 
 
@@ -76,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if wanted := [name for name in options.only if name in names]:
             rows |= attempt(wanted, partial(measure, setting, wanted))
     ordered = [rows[name] for name in options.only]
-    broken = any(row.why.startswith(OURS_FAILED) for row in ordered)
+    broken = any(row.why.startswith(claims.OURS_FAILED) for row in ordered)
     if options.rehearse:
         # Nobody shall quote these: not even by accident, out of a file.
         ordered = [dataclasses.replace(row, holds=False, why=f"a rehearsal; {row.why}") for row in ordered]
@@ -127,12 +126,7 @@ def _alone(measure: Callable[[Setting], Row]) -> Measure:
 
 
 def attempt(names: Sequence[str], measure: Callable[[], list[Row]]) -> dict[str, Row]:
-    """What `measure` gives for some claims; when we ourselves fail, a row for each that says so."""
-    try:
-        return {row.claim: row for row in measure()}
-    except (EngineError, MotetError, StreamError, OSError) as error:
-        say(f"  {OURS_FAILED}{error}")
-        return {name: claims.failed(CLAIMS[name], f"{OURS_FAILED}{error}") for name in names}
+    return claims.attempt(CLAIMS, names, measure, (EngineError, MotetError, StreamError, OSError))
 
 
 def make_setting(options: argparse.Namespace) -> Setting:

@@ -36,7 +36,7 @@ import torch
 
 from motet.benchmarks import claims
 from motet.benchmarks.claims import Claim, Row
-from motet.benchmarks.llm import MODEL, OURS_FAILED, TEXT, built_kernels
+from motet.benchmarks.llm import MODEL, TEXT, built_kernels
 from motet.benchmarks.llm_claims import peers
 from motet.benchmarks.llm_claims.setting import say
 from motet.benchmarks.peer_worker import PEERS, PeerError
@@ -93,10 +93,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         except PeerError as error:
             rows.append(claims.failed(claim, str(error)))
         except (MotetError, OSError) as error:
-            rows.append(claims.failed(claim, f"{OURS_FAILED}{error}"))
+            rows.append(claims.failed(claim, f"{claims.OURS_FAILED}{error}"))
         say(f"  {claims.table(rows[-1:]).splitlines()[2]}")
         gc.collect()
-    broken = any(row.why.startswith(OURS_FAILED) for row in rows)
+    broken = any(row.why.startswith(claims.OURS_FAILED) for row in rows)
     if options.rehearse:
         rows = [dataclasses.replace(row, holds=False, why=f"a rehearsal; {row.why}") for row in rows]
     print("\n" + claims.table(rows), flush=True)

@@ -1,4 +1,4 @@
-"""The command line: `motet serve | chat | transcribe | models | demo | bench`.
+"""The command line: `motet serve | chat | transcribe | speak | models | demo | bench`.
 
 Reads arguments and configuration, then hands over to the server, the SDK or the demo. Never imports torch itself: the
 server's process stays free of it, and `motet --help` is quick.
@@ -22,7 +22,6 @@ from .config import ConfigError, MotetConfig, add_flags, build, merge, read_toml
 
 # Words that will be commands; until then each says so instead of looking like a typo.
 RESERVED = {
-    "speak": "text to speech",
     "talk": "a spoken conversation",
     "image": "pictures from text",
     "video": "short videos from text",
@@ -35,6 +34,8 @@ RESERVED = {
     "eval": "measure quality",
     "cost": "price of a load",
 }
+
+SOUND_FORMATS = ("mp3", "opus", "aac", "flac", "wav", "pcm")  # of pipelines/sound_file.py, which brings the codecs
 
 
 class UsageError(Exception):
@@ -122,6 +123,22 @@ def make_parser() -> argparse.ArgumentParser:
     speech.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads (default: all cores)")
     speech.set_defaults(run=run_transcribe)
 
+    voice = commands.add_parser("speak", help="text to speech", allow_abbrev=False)
+    voice.add_argument("text", nargs="?", metavar="TEXT", help="what to say; - is stdin, spoken while it comes")
+    voice.add_argument("-o", "--output", metavar="FILE", help="default: speech.wav here; - is raw sound on stdout")
+    voice.add_argument("--format", choices=SOUND_FORMATS, help="default: by the file's name; pcm on stdout (16 bit, "
+                       "24 kHz, mono)")  # fmt: skip
+    voice.add_argument("--model", metavar="MODEL", help="default: the first installed voice")
+    voice.add_argument("--voice", metavar="NAME", help="one of the model's voices (default: its first)")
+    voice.add_argument("--list-voices", action="store_true", help="print the model's voices and stop")
+    voice.add_argument(
+        "--speed", type=float, default=1.0, metavar="X", help="0.25 to 4, at the same pitch (default: 1)"
+    )
+    voice.add_argument("--temperature", type=float, metavar="X", help="default: the voice's own")
+    voice.add_argument("--seed", type=int, metavar="N", help="same seed, same sound")
+    voice.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads (default: all cores)")
+    voice.set_defaults(run=run_speak)
+
     models = commands.add_parser("models", help="list the models that can be named", allow_abbrev=False)
     models.set_defaults(run=run_models)
 
@@ -163,6 +180,14 @@ def run_transcribe(namespace: argparse.Namespace) -> int:
     if bool(namespace.file) == namespace.mic:
         raise UsageError("transcribe: name files or folders, or say --mic")
     from .transcribe import run
+
+    return run(namespace)
+
+
+def run_speak(namespace: argparse.Namespace) -> int:
+    if namespace.text is None and not namespace.list_voices:
+        raise UsageError("speak: say what to speak, or - for the text on stdin")
+    from .speak import run
 
     return run(namespace)
 

@@ -1,8 +1,8 @@
 """`motet demo`: the main jobs on the packaged models, with figures.
 
 Starts the real server as a child process, asks it over SSE with the public `openai` client, asks a second turn that
-hits the prefix cache, lets it hear human speech over WebSocket (speech_demo.py), asks once through the SDK, and prints what
-happened. Knows no engine: it is just a client.
+hits the prefix cache, lets it hear human speech over WebSocket (speech_demo.py) and speak its answer (voice_demo.py), asks
+once through the SDK, and prints what happened. Knows no engine: it is just a client.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def run(*, port: int = 0, keep_serving: bool = False, model: str | None = None) 
         raise Unavailable("the demo needs the openai client: run `make venv`, or pip install openai") from error
 
     model = model or default_model("llm")
-    recogniser = _recogniser()
-    served = [model, recogniser] if recogniser else [model]
+    recogniser, voice = _installed("asr"), _installed("tts")
+    served = [name for name in (model, recogniser, voice) if name]
     with running_server(served, port or free_port()) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
         say(f"\n-- over HTTP, with the openai client: {QUESTION}")
@@ -67,11 +67,15 @@ def run(*, port: int = 0, keep_serving: bool = False, model: str | None = None) 
             from . import speech_demo
 
             speech_demo.run(url, recogniser, client)
+        if recogniser and voice:
+            from . import voice_demo
+
+            voice_demo.run(voice, recogniser, first.text, client)
         say(f"\n-- in this process, with the SDK: {SDK_QUESTION}")
         sdk = ask_sdk(model, SDK_QUESTION)
         say("\n" + table(model, first, second, sdk))
         if keep_serving:
-            say(f"\nserving {' and '.join(served)} at {url} (Ctrl-C ends it). Try:\n{curl(url, model)}")
+            say(f"\nserving {', '.join(served)} at {url} (Ctrl-C ends it). Try:\n{curl(url, model)}")
             with contextlib.suppress(KeyboardInterrupt):
                 signal.pause()
     return 0
@@ -158,12 +162,12 @@ def curl(url: str, model: str) -> str:
     return f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
 
 
-def _recogniser() -> str | None:
-    """The installed recogniser, if there is one."""
+def _installed(kind: str) -> str | None:
+    """The installed model of a kind, if there is one."""
     try:
-        return default_model("asr")
+        return default_model(kind)
     except ModelNotFound as error:
-        print(f"no speech in this demo: {error}", file=sys.stderr)
+        print(f"a part of this demo is left out: {error}", file=sys.stderr)
         return None
 
 

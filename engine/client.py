@@ -19,7 +19,7 @@ from .errors import DuplicateRequest, EngineDead, MotetError, Unavailable, from_
 from .frames import Abort, Append, Call, Progress, Reply, Submit, ToHost, Update
 from .host import BuildEngine, EngineHost
 from .threads import prepare_threads
-from .types import TERMINAL, Aborted, AnyEvent, AnyRequest, EmbeddingSpan, Failed, ModelInfo, Tokens
+from .types import TERMINAL, Aborted, AnyEvent, AnyRequest, Audio, EmbeddingSpan, Failed, ModelInfo, Tokens
 
 OnProgress = Callable[[Progress], None]
 
@@ -69,13 +69,18 @@ class EngineClient(Protocol):
 
 
 class Mailbox:
-    """One request's events on the reader's side. Never full: consecutive Tokens merge, and max_tokens bounds them."""
+    """One request's events on the reader's side. Text is never too much: consecutive Tokens merge, and max_tokens bounds
+    them. Audio is: with more than `MAX_AUDIO_BYTES` of it unread the mailbox is `overrun` and takes no more."""
 
-    __slots__ = ("_events", "_wake", "ended", "sent")
+    MAX_AUDIO_BYTES = 120 * 48_000  # 120 s at 24 kHz, 16 bit
+
+    __slots__ = ("_audio_bytes", "_events", "_wake", "ended", "overrun", "sent")
 
     def __init__(self) -> None:
         self._events: list[AnyEvent] = []
         self._wake = asyncio.Event()
+        self._audio_bytes = 0  # unread
+        self.overrun = False
         self.sent = asyncio.Event()  # the request is on its way, or has ended before
         self.ended = False  # its terminal event has come
 
@@ -86,11 +91,18 @@ class Mailbox:
         if isinstance(event, TERMINAL):
             self.ended = True
             self.sent.set()
+        if isinstance(event, Audio):
+            self.overrun = self.overrun or self._audio_bytes + len(event.pcm) > self.MAX_AUDIO_BYTES
+            if self.overrun:
+                return
+            self._audio_bytes += len(event.pcm)
         last = self._events[-1] if self._events else None
         if isinstance(event, Tokens) and isinstance(last, Tokens):
             last.token_ids.extend(event.token_ids)
             if event.logprobs is not None:
                 last.logprobs = [*(last.logprobs or []), *event.logprobs]
+            if event.side_ids is not None:
+                last.side_ids = [*(last.side_ids or []), *event.side_ids]
             last.seq = event.seq
         else:
             self._events.append(event)
@@ -102,6 +114,7 @@ class Mailbox:
             self._wake.clear()
             await self._wake.wait()
         events, self._events = self._events, []
+        self._audio_bytes = 0
         return events
 
 
@@ -240,8 +253,12 @@ class HostClient(ABC):
     def _receive(self, events: list[AnyEvent]) -> None:
         for event in events:
             mailbox = self._mailboxes.get(event.request_id)
-            if mailbox is not None:
-                mailbox.put(event)
+            if mailbox is None:
+                continue
+            was_overrun = mailbox.overrun
+            mailbox.put(event)
+            if mailbox.overrun and not was_overrun:
+                self._post(Abort(event.request_id, "slow_reader"))
 
     def _answer(self, reply: Reply) -> None:
         future = self._calls.pop(reply.call_id, None)

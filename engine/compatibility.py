@@ -40,6 +40,11 @@ TABLE: dict[tuple[str, str], tuple[Verdict, str]] = {
     ("deterministic", "int4"): ("refused", "row-invariant multiplication exists for float32 only"),
     ("deterministic", "fp8"): ("refused", "row-invariant multiplication exists for float32 only"),
     ("float16", "cpu"): ("refused", "CPUs here multiply float16 slower than float32: use bfloat16 or float32"),
+    ("multi_codebook", "speculation"): ("refused", "a draft would have to guess every codebook of its position"),
+    ("multi_codebook", "tensor_parallel"): ("refused", "the depth decoder is not split over ranks"),
+    ("multi_codebook", "cuda_graphs"): ("off", "recordings take no side ids"),
+    ("multi_codebook", "prefix_caching"): ("works", "side ids are part of a block's key"),
+    ("multi_codebook", "overlap"): ("works", "side ids are written with the primary id, before anybody has seen it"),
 }
 
 
@@ -70,9 +75,12 @@ def techniques(config: EngineConfig) -> set[str]:
     return {name for name, on in asked.items() if on}
 
 
-def check_config(config: EngineConfig) -> list[str]:
-    """Raise ValueError for a refused pair; return a line for each technique that goes off by itself."""
-    names = techniques(config)
+def check_config(config: EngineConfig, also: frozenset[str] = frozenset()) -> list[str]:
+    """Raise ValueError for a refused pair; return a line for each technique that goes off by itself.
+
+    `also` names what a loaded model brings along ("multi_codebook").
+    """
+    names = techniques(config) | also
     notes = []
     for (a, b), (word, why) in TABLE.items():
         if a in names and b in names:

@@ -14,7 +14,7 @@ from typing import Any
 from .cache.hashing import root_key
 from .errors import ContextLengthExceeded, DuplicateRequest, InvalidRequest, to_info
 from .executor import Executor, Handle
-from .params import check_blob, check_request
+from .params import check_blob, check_request, check_side_ids
 from .roofline import Roofline
 from .scheduler import Output, Scheduler
 from .sequence import Sequence, State
@@ -85,6 +85,8 @@ class LLMEngine:
         check_request(
             request, max_model_len=info.max_model_len, vocab_size=info.vocab_size, hidden_size=info.hidden_size
         )
+        if request.side or info.num_codebooks > 1:
+            check_side_ids(request, info)
         generates = request.task == "generate"
         # Without max_tokens the output may grow to whatever fits; a number that was asked for must fit.
         room = min(info.max_model_len, self.scheduler.longest()) - len(request.prompt)
@@ -173,6 +175,12 @@ class LLMEngine:
             self.scheduler.reprioritize(seq, priority)
         if deadline is not None:
             seq.request.deadline = deadline
+
+    def hold(self, request_id: str, held: bool) -> None:
+        """Give a request no work until it is let go of; it keeps what it has. For engines built on this one."""
+        seq = self._sequences.get(request_id)
+        if seq is not None:
+            seq.held = held
 
     def abort(self, request_id: str, reason: str) -> list[AnyEvent]:
         """End a request now, in whatever state. Gives its terminal event; nothing when it has already ended."""
@@ -274,6 +282,7 @@ class LLMEngine:
                     logprobs=output.logprobs,
                     prompt_logprobs=seq.prompt_logprobs if wants_prompt else None,
                     num_cached_tokens=seq.num_cached,
+                    side_ids=output.side_ids,
                 )
             )
         if output.pooled is not None:

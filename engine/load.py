@@ -23,7 +23,7 @@ from ..models.spec import WHOLE, Shard
 from .allocator import release_freed_memory, take_pages
 from .cache.block_pool import BlockPool
 from .cache.manager import CacheManager, KVGroup, make_groups
-from .compatibility import check_config
+from .compatibility import check_config, verdict
 from .config import EngineConfig, HostConfig
 from .errors import ModelLoadError
 from .executor import Executor, InlineExecutor
@@ -33,6 +33,7 @@ from .model_runner import ModelRunner
 from .prefill_pace import PrefillPace
 from .roofline import Peaks, Roofline, measure_peaks
 from .scheduler import Scheduler
+from .side_ids import MultiCodebook
 from .speculation.ngram import NgramProposer
 from .speculation.proposer import Proposer
 from .step_profile import profile_if_asked
@@ -74,7 +75,8 @@ def build_engine(name: str, config: HostConfig, report: Callable[[str], None]) -
     """Load the model called `name` for a host. Raises ModelNotFound or ModelLoadError."""
     if config.threads:
         torch.set_num_threads(config.threads)
-    kind = loader.resolve(name).kind
+    resolved = loader.resolve(name)
+    kind, path = resolved.kind, resolved.path
     engine: Engine
     if kind == "llm":
         engine = load_llm(name, config.engine, report=report)
@@ -82,8 +84,16 @@ def build_engine(name: str, config: HostConfig, report: Callable[[str], None]) -
         from .asr_load import load_asr
 
         engine = load_asr(name, config, report)
+    elif kind == "tts" and path.suffix == ".onnx":
+        from .synthesizer_engine import load_synthesizer
+
+        engine = load_synthesizer(name, config, report)
+    elif kind == "tts":
+        from .speech_load import load_speech
+
+        engine = load_speech(name, config, report)
     else:
-        raise ModelLoadError(f"model {name!r} is of kind {kind!r}; this version serves: llm, asr", param="model")
+        raise ModelLoadError(f"model {name!r} is of kind {kind!r}; this version serves: llm, asr, tts", param="model")
     release_freed_memory()
     return engine
 
@@ -117,6 +127,9 @@ def load_llm(
         executor = RankExecutor(loaded.runner, ranks)
     else:
         executor = InlineExecutor(loaded.runner, threaded=resolved.depth > 0 and resolved.device == "cpu")
+    codebooks = loaded.model if isinstance(loaded.model, MultiCodebook) else None
+    if proposer is not None and codebooks is not None:
+        raise ModelLoadError(f"speculation: {verdict('multi_codebook', 'speculation')[1]}")
     if proposer is None and config.speculation == "ngram":
         proposer = NgramProposer(num_drafts=config.num_speculative_tokens)
     if resolved.device == "cpu":
@@ -145,6 +158,8 @@ def load_llm(
         eos_token_ids=loaded.eos_ids,
         dtype=resolved.dtype,
         weight_format=resolved.weights,
+        num_codebooks=codebooks.num_codebooks if codebooks is not None else 1,
+        num_codes=codebooks.num_codes if codebooks is not None else 0,
         extra=dataclasses.asdict(resolved),
     )
     engine = LLMEngine(
@@ -211,6 +226,10 @@ def load_runner(
     cached = next((spec for spec in specs if spec.kind != "none"), None)
     if cached is None:
         raise ModelLoadError("this model has no attention layers to cache")
+    try:
+        notes = check_config(config, frozenset({"multi_codebook"} if isinstance(model, MultiCodebook) else ()))
+    except ValueError as error:
+        raise ModelLoadError(str(error)) from None
     page = max(len(group.layers) for group in groups)
     kv_dtype = torch.int8 if config.kv_dtype == "int8" else dtype
     row_bytes = row_width(cached.head_dim, kv_dtype) * kv_dtype.itemsize
@@ -221,7 +240,8 @@ def load_runner(
     length = min(wanted_len, (blocks - 1) // len(groups) * config.block_size)
     if length < 2:
         raise ModelLoadError(f"num_blocks: {blocks} blocks hold no sequence of two tokens in {len(groups)} groups")
-    eos_ids = loader.eos_token_ids(path)
+    is_multi = isinstance(model, MultiCodebook)
+    eos_ids = model.eos_ids if isinstance(model, MultiCodebook) else loader.eos_token_ids(path)
     runner = ModelRunner(
         model,
         groups=groups,
@@ -249,8 +269,8 @@ def load_runner(
         kv_bytes=blocks * block_bytes,
         weight_bytes=model.weight_bytes,
         depth=_depth(config, on_cpu),
-        graphs="padded" if config.graphs == "padded" else _recorded(config, device),
-        notes=tuple(check_config(config)),
+        graphs="off" if is_multi else "padded" if config.graphs == "padded" else _recorded(config, device),
+        notes=tuple(notes),
     )
     return LoadedRunner(runner=runner, model=model, groups=groups, resolved=resolved, eos_ids=eos_ids, source=str(path))
 

@@ -91,6 +91,11 @@ _STATS: Mapping[str, tuple[str, str, bool]] = {
     "generation_tokens": ("motet_generation_tokens", "Output tokens.", True),
     "prefix_queries": ("motet_prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", True),
     "prefix_hits": ("motet_prefix_cache_hits", "Prompt tokens found in the prefix cache.", True),
+    "speech_seconds": ("motet_tts_audio_seconds", "Speech that was made.", True),
+    "underruns": ("motet_tts_underruns", "Times that a listener in real time had nothing to play.", True),
+    "underrun_seconds": ("motet_tts_underrun_seconds", "Seconds that listeners had nothing to play.", True),
+    "cut_utterances": ("motet_tts_cut_utterances", "Utterances that did not end by themselves.", True),
+    "active_streams": ("motet_active_streams", "Live streams: listened to by a recogniser, spoken by a voice.", False),
 }
 
 
@@ -107,16 +112,19 @@ class EngineStats(Collector):
                 if key in stats:
                     family.add_metric([model], float(stats[key]))
             yield family
-        yield self._step_tokens()
+        yield self._histogram("step_tokens", "motet_step_tokens", "Tokens computed in one engine step.")
+        yield self._histogram(
+            "first_audio", "motet_tts_first_audio_seconds", "From an utterance's arrival to its first audio."
+        )
         yield self._roofline()
         yield self._cache_config("motet_kv_cache", "model")
         yield self._cache_config("vllm:cache_config", "model_name")
 
-    def _step_tokens(self) -> Metric:
-        """Tokens per step, when stats hold {"step_tokens": {"buckets": [[le, cumulative count], ...], "sum": x}}."""
-        family = HistogramMetricFamily("motet_step_tokens", "Tokens computed in one engine step.", labels=["model"])
+    def _histogram(self, key: str, name: str, text: str) -> Metric:
+        """What stats hold as {key: {"buckets": [[le, cumulative count], ...], "sum": x}}."""
+        family = HistogramMetricFamily(name, text, labels=["model"])
         for model, stats in self.models.items():
-            steps = stats.get("step_tokens")
+            steps = stats.get(key)
             if isinstance(steps, Mapping) and steps.get("buckets"):
                 buckets = [("+Inf" if le in (None, "+Inf") else str(float(le)), float(n)) for le, n in steps["buckets"]]
                 family.add_metric([model], buckets, float(steps.get("sum", 0.0)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from .errors import ContextLengthExceeded, InvalidRequest
-from .types import Blob, Request, SamplingParams
+from .types import Blob, ModelInfo, Request, SamplingParams
 
 MAX_LOGPROBS = 100
 MAX_LOGIT_BIAS = 1024
@@ -87,6 +87,33 @@ def check_request(request: Request, *, max_model_len: int, vocab_size: int, hidd
                 f"{span.start}..{span.start + shape[0]}",
                 param="embeddings",
             )
+
+
+def check_side_ids(request: Request, info: ModelInfo) -> None:
+    """Raise InvalidRequest for side ids that are not this model's, or for what a multi-codebook model cannot be asked."""
+    if info.num_codebooks == 1:
+        if request.side:
+            raise InvalidRequest("side: this model has one codebook", param="side")
+        return
+    # Logits are those of codebook 0 and of the end: ids of text are never among them.
+    check_params(request.params, info.num_codes + 1)
+    if request.params.prompt_logprobs is not None:
+        raise InvalidRequest("prompt_logprobs: a multi-codebook model has none for text", param="prompt_logprobs")
+    width, end = info.num_codebooks - 1, 0
+    for span in request.side:
+        if span.start < end or span.start + len(span.ids) > len(request.prompt):
+            raise InvalidRequest(
+                f"side: expected runs in order within the prompt of {len(request.prompt)}, got "
+                f"{span.start}..{span.start + len(span.ids)}",
+                param="side",
+            )
+        end = span.start + len(span.ids)
+        for ids in span.ids:
+            if len(ids) != width or not (0 <= min(ids) and max(ids) < info.num_codes):
+                raise InvalidRequest(
+                    f"side: expected {width} ids in [0, {info.num_codes}) at each position, got {ids[:40]}",
+                    param="side",
+                )
 
 
 def check_blob(blob: Blob) -> None:

@@ -25,6 +25,7 @@ from .types import (
     NewSequence,
     SequenceResult,
     SequenceStep,
+    SideIds,
     StepPlan,
     StepResult,
     TokenLogprob,
@@ -39,6 +40,7 @@ class Output:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     pooled: Blob | None = None
+    side_ids: list[list[int]] | None = None
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
     error: ErrorInfo | None = None
@@ -329,6 +331,7 @@ class Scheduler:
                     pool=seq.request.task == "pool",
                     pooling=seq.request.pooling,
                     embeddings=list(seq.embeddings),
+                    side=[SideIds(start=span.start, ids=list(span.ids)) for span in seq.side],
                 )
             )
             count = min(seq.num_pending, left)
@@ -338,7 +341,7 @@ class Scheduler:
 
     def _lookup(self, seq: Sequence) -> tuple[int, list[list[int]]]:
         """Cached tokens of the sequence's start, and their blocks per group."""
-        extend_chain(seq.tables.keys, seq.root, seq.token_ids, self.cache.block_size, seq.embeddings)
+        extend_chain(seq.tables.keys, seq.root, seq.token_ids, self.cache.block_size, seq.embeddings, seq.side)
         # Logits and hidden rows of cached positions are gone: who asks for all of them computes all of them.
         reads_cache = seq.request.params.prompt_logprobs is None and seq.request.task == "generate"
         spans, hit = self.cache.lookup(seq.tables.keys if reads_cache else [], len(seq.token_ids))
@@ -454,7 +457,7 @@ class Scheduler:
             if launched.num_drafts:
                 seq.num_computed = valid
             valid = min(valid, len(seq.token_ids))
-            extend_chain(seq.tables.keys, seq.root, seq.token_ids, self.cache.block_size, seq.embeddings)
+            extend_chain(seq.tables.keys, seq.root, seq.token_ids, self.cache.block_size, seq.embeddings, seq.side)
             self.cache.publish(seq.tables, valid)
             self.cache.trim(seq.tables, valid)
         if output is not None and output.finish_reason is not None:
@@ -487,6 +490,9 @@ class Scheduler:
             if seq.num_output >= seq.max_output or len(seq.token_ids) >= self.max_model_len:
                 output.finish_reason = "length"
                 break
+        if result.side_ids is not None:
+            output.side_ids = result.side_ids[: len(output.token_ids)]
+            seq.side_ids.extend(output.side_ids)
         if seq.first_token is None:
             seq.first_token = now
         self.counters.num_output_tokens += len(output.token_ids)

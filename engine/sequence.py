@@ -12,7 +12,7 @@ import enum
 from dataclasses import dataclass, field
 
 from .cache.manager import BlockTables
-from .types import EmbeddingSpan, Request, TokenLogprob
+from .types import EmbeddingSpan, Request, SideIds, TokenLogprob
 
 
 class State(enum.Enum):
@@ -60,11 +60,13 @@ class Sequence:
     num_cached: int = 0
     unsent_ids: list[int] = field(default_factory=list)  # input that the executor has not seen yet
     unsent_embeddings: list[EmbeddingSpan] = field(default_factory=list)
+    side_ids: list[list[int]] = field(default_factory=list)  # of multi-codebook models: one entry per output token
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     input_since: float = 0.0  # when it last got input
     first_scheduled: float | None = None
     first_token: float | None = None
     num_events: int = 0
+    held: bool = False  # keeps slot and blocks, and gets no work: somebody else's audio is due first
 
     @property
     def sort_key(self) -> tuple[int, int]:
@@ -75,6 +77,13 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt
 
     @property
+    def side(self) -> list[SideIds]:
+        """Side ids of all known positions that have any; the lists in it are the sequence's own."""
+        if not self.side_ids:
+            return self.request.side
+        return [*self.request.side, SideIds(start=self.num_prompt, ids=self.side_ids)]
+
+    @property
     def num_tokens(self) -> int:
         """Prompt and output, launched tokens included."""
         return len(self.token_ids) + self.num_unknown
@@ -82,7 +91,7 @@ class Sequence:
     @property
     def num_pending(self) -> int:
         """Positions that could be computed now. An open request holds its last one back, to sample from it at the end."""
-        if self.num_tokens - self.num_prompt >= self.max_output and self.max_output > 0:
+        if self.held or (self.num_tokens - self.num_prompt >= self.max_output and self.max_output > 0):
             return 0
         target = self.num_tokens - 1 if self.input_open else self.num_tokens
         return target - self.num_computed

@@ -35,6 +35,16 @@ class EmbeddingSpan(msgspec.Struct, frozen=True, kw_only=True):
     blob: Blob
 
 
+class SideIds(msgspec.Struct, frozen=True, kw_only=True):
+    """Ids of the other codebooks for positions start..start+n of a multi-codebook model: `ids` is [n][codebooks - 1].
+
+    They are part of what a position is: its K and V, and with them the keys of cached blocks, depend on them.
+    """
+
+    start: int
+    ids: list[list[int]]
+
+
 class StepMask(msgspec.Struct, frozen=True, kw_only=True):
     """Allowed tokens by output step: `steps[i]` lists half-open id ranges [lo, hi) allowed for output token i.
 
@@ -90,6 +100,7 @@ class Request(msgspec.Struct, kw_only=True, tag="tokens"):
     deadline: float | None = None  # seconds on the host's monotonic clock from submit; audio due
     cache_salt: str = ""  # set by the server per tenant, never by the client
     embeddings: list[EmbeddingSpan] = []
+    side: list[SideIds] = []  # of prompt positions that hold audio, for multi-codebook models
     open: bool = False  # more input follows through `append`
     attempt: int = 0
 
@@ -202,12 +213,16 @@ class Event(msgspec.Struct, kw_only=True):
 
 
 class Tokens(Event, tag="tokens", kw_only=True):
-    """New output tokens. `prompt_logprobs` comes with the first event only (None for position 0)."""
+    """New output tokens. `prompt_logprobs` comes with the first event only (None for position 0).
+
+    `side_ids`, of multi-codebook models only, has one list of codebooks 1.. for each of `token_ids` (codebook 0).
+    """
 
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     num_cached_tokens: int = 0
+    side_ids: list[list[int]] | None = None
 
 
 class Pooled(Event, tag="pooled", kw_only=True):
@@ -325,6 +340,7 @@ class NewSequence(msgspec.Struct, kw_only=True):
     pool: bool = False
     pooling: Literal["last", "mean"] = "last"
     embeddings: list[EmbeddingSpan] = []
+    side: list[SideIds] = []  # of multi-codebook models: the prompt's and, after a preemption, the output's
 
 
 class SequenceStep(msgspec.Struct, kw_only=True):
@@ -362,6 +378,7 @@ class SequenceResult(msgspec.Struct, kw_only=True):
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None  # for positions start+1.. of this chunk
     pooled: Blob | None = None
+    side_ids: list[list[int]] | None = None  # of multi-codebook models: codebooks 1.. of each of `token_ids`
     error: ErrorInfo | None = None  # this sequence alone failed (for example: NaN logits)
 
 
@@ -387,4 +404,6 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     bos_token_id: int | None = None
     dtype: str = ""
     weight_format: str = ""
+    num_codebooks: int = 1  # ids of one position; more than 1: Tokens carry side ids
+    num_codes: int = 0  # of multi-codebook models: ids of one codebook; primary ids above `num_codes` are text
     extra: dict[str, Any] = {}

@@ -181,3 +181,22 @@ def apply_allowed(logits_row: torch.Tensor, ranges: Sequence[tuple[int, int]]) -
             logits_row[last : min(low, vocab)] = -torch.inf
         last = max(last, min(high, vocab))
     logits_row[last:] = -torch.inf
+
+
+def apply_repetition(logits: torch.Tensor, context: torch.Tensor, repetition: torch.Tensor) -> None:
+    """The repetition part of `apply_penalties` for many rows at once, in place and without a look from the host.
+
+    logits [N, V] fp32; context [N, W] int64 ids (an id may stand there more than once); repetition [N, 1] fp32.
+    """
+    values = logits.gather(1, context)  # of an id that stands there twice both entries write the same
+    logits.scatter_(1, context, torch.where(values > 0, values / repetition, values * repetition))
+
+
+def apply_ranges(logits: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> None:
+    """`apply_allowed` for many rows at once: in row n of logits [N, V] only ids in low[n, r] <= id < high[n, r] (int64 [N, R],
+    any r) stay possible."""
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    allowed = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+    for r in range(low.shape[1]):
+        allowed |= (ids >= low[:, r, None]) & (ids < high[:, r, None])
+    logits.masked_fill_(~allowed, -torch.inf)

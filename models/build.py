@@ -16,6 +16,7 @@ from ..kernels.attention import PagedBatch
 from .decoder import Decoder
 from .decoder_config import FAMILIES, DecoderConfig
 from .loader import WeightSource
+from .multi_codebook import MULTI_CODEBOOK, load_multi_codebook
 from .parameters import RandomSource, check_parameters, parameter_shapes
 from .spec import WHOLE, KVSpec, Shard
 from .weight_reader import Quantize, WeightReader, WeightsMode
@@ -69,6 +70,10 @@ def build_model(
 
     Raises ModelLoadError for an unsupported architecture, unusable config, missing or unexpected weights.
     """
+    if config.get("model_type") in MULTI_CODEBOOK:
+        return load_multi_codebook(
+            config, source, shard=shard, dtype=dtype, device=device, quantize=quantize, invariant=invariant
+        )
     if config.get("model_type") not in FAMILIES:
         if invariant:
             raise ModelLoadError(

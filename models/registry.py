@@ -2,7 +2,7 @@
 
 Knows names, files and licences. Does not open weights and never imports torch.
 
-A name is, in this order: a registered id, a `.gguf` file, a local directory, a hub id "owner/name" (the only kind that
+A name is, in this order: a registered id, a `.gguf` or `.onnx` file, a local directory, a hub id "owner/name" (the only kind that
 is ever downloaded).
 """
 
@@ -34,7 +34,7 @@ class ModelSpec:
     """A model that can be named. `locate()` gives its file or directory, or ModelNotFound saying what to install."""
 
     id: str
-    kind: str  # "llm", "asr", later "tts", ...; or one of PARTS
+    kind: str  # "llm", "asr", "tts", ...; or one of PARTS
     locate: Callable[[], Path]
     licence: str
     summary: str
@@ -100,6 +100,10 @@ def resolve(name: str) -> ResolvedModel:
             if path.is_file():
                 return ResolvedModel(id=path.stem, kind="llm", path=path)
             raise ModelNotFound(f"no GGUF file at {name[:200]!r}")
+        if path.suffix == ".onnx":
+            if path.is_file() and path.with_name(path.name + ".json").is_file():
+                return ResolvedModel(id=path.stem, kind="tts", path=path.resolve())
+            raise ModelNotFound(f"a voice of ONNX is two files, X.onnx and X.onnx.json: not both are at {name[:200]!r}")
         if path.is_dir():
             path = path.resolve()
             return ResolvedModel(id=path.name, kind=_kind_of(path), path=path)
@@ -110,7 +114,7 @@ def resolve(name: str) -> ResolvedModel:
         return ResolvedModel(id=name, kind=_kind_of(path), path=path)
     known = ", ".join(spec.id for spec in installed()) or "none"
     raise ModelNotFound(
-        f"no model {name[:200]!r}: not an installed model (installed: {known}), a .gguf file, "
+        f"no model {name[:200]!r}: not an installed model (installed: {known}), a .gguf or .onnx file, "
         'a directory or a hub id "owner/name"'
     )
 
@@ -126,6 +130,10 @@ def _kind_of(path: Path) -> str:
     """What a directory's config.json says it is; "llm" unless it names another kind that we know."""
     if _is_ctranslate2_whisper(path / "model.bin"):
         return "asr"
+    from .speech_format import is_voice  # reads tokenizers: not for those who only list names
+
+    if is_voice(path):
+        return "tts"
     try:
         config = json.loads((path / "config.json").read_bytes())
         names = config.get("architectures") or []

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from ..engine.client import EngineClient, InlineClient, OnProgress
 from ..engine.config import HostConfig
 from ..engine.errors import ModelNotFound, Unavailable
+from ..engine.frontend.speech import SpeechFrontend
 from ..engine.frontend.text import TextFrontend
 from ..engine.types import ModelInfo
 from ..models import registry
@@ -40,6 +41,7 @@ class Hub:
         self._thread.start()
         self.client: EngineClient = client if client is not None else _own_host(config, on_progress)
         self.text = TextFrontend(self.client)
+        self.speech = SpeechFrontend(self.client)
         self._finalizer = weakref.finalize(self, _shut_down, self.client, self._loop, self._thread)
 
     @property

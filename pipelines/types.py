@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ..engine.frontend.events import TextLogprob
-from ..engine.types import SamplingParams, Segment, Timing, TranscribeOptions, Usage, Word
+from ..engine.types import FinishReason, SamplingParams, Segment, Timing, TranscribeOptions, Usage, Word
 from .subtitles import to_srt, to_vtt
+
+if TYPE_CHECKING:
+    from .sound_file import SoundFormat
 
 Message: TypeAlias = Mapping[str, Any]  # {"role": "user", "content": "..."}
 Prompt: TypeAlias = str | Sequence[Message]
@@ -86,7 +89,7 @@ class ChatResult:
         return self.text
 
 
-# ------------------------------------------------------------------------------------------------------------- speech
+# -------------------------------------------------------------------------------------------------------- recognition
 
 Samples: TypeAlias = NDArray[np.float32] | NDArray[np.int16]  # [T], mono; floats in [-1, 1]
 Audio: TypeAlias = str | os.PathLike[str] | bytes | Samples  # a file, the bytes of a file, or samples
@@ -206,3 +209,94 @@ def _without_none(value: Segment | Word) -> dict[str, Any]:
     """A struct as a mapping, without what was not asked for; words of a segment are listed beside the segments."""
     found: dict[str, Any] = msgspec.to_builtins(value)
     return {key: item for key, item in found.items() if item is not None and key != "words"}
+
+
+# ---------------------------------------------------------------------------------------------------------- synthesis
+
+SPEECH_RATE = 24_000  # of all speech that is made, in Hz; mono
+
+
+class SpeechOptions(TypedDict, total=False):
+    """What speech may be asked for by keyword. Sampling is the voice's own, except for what is given."""
+
+    voice: str | None  # None: the model's default
+    speed: float  # 0.25 to 4, at the same pitch; default 1
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int | None  # the same seed, the same audio
+    params: SamplingParams  # all of them at once; single keywords win over it
+    idle_s: float  # text that streams in: after so long a pause what has come is spoken
+    priority: int  # lower runs earlier
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeechPiece:
+    """Some of the speech, as it comes: mono 16-bit little-endian PCM at 24 kHz. `text` is what begins to be said in it."""
+
+    pcm: bytes = field(repr=False)
+    text: str = ""
+
+    @property
+    def samples(self) -> NDArray[np.float32]:
+        """float32 [T] in [-1, 1]."""
+        return _to_floats(self.pcm)
+
+    @property
+    def duration(self) -> float:
+        """Seconds."""
+        return len(self.pcm) / 2 / SPEECH_RATE
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeechTiming:
+    """Seconds. `first_audio_s` is the wait until the first sound; `rtf` is time spent per second of speech (below 1: faster
+    than it is heard)."""
+
+    queue_s: float
+    first_audio_s: float
+    total_s: float
+    rtf: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeechResult:
+    """All of the speech. `text` is what was said, spelled out; `pcm` is mono 16-bit little-endian at `sample_rate`."""
+
+    text: str
+    pcm: bytes = field(repr=False)
+    sample_rate: int = SPEECH_RATE
+    finish_reason: FinishReason
+    usage: Usage
+    timing: SpeechTiming
+
+    @property
+    def samples(self) -> NDArray[np.float32]:
+        """float32 [T] in [-1, 1]."""
+        return _to_floats(self.pcm)
+
+    @property
+    def samples_int16(self) -> NDArray[np.int16]:
+        """int16 [T]."""
+        return np.frombuffer(self.pcm, "<i2").astype(np.int16)
+
+    @property
+    def duration(self) -> float:
+        """Seconds."""
+        return len(self.pcm) / 2 / self.sample_rate
+
+    def encode(self, format: SoundFormat) -> bytes:
+        """The bytes of a file: "mp3", "opus", "aac", "flac", "wav" or "pcm". Raises InvalidRequest for another format."""
+        from .sound_file import encode  # brings the codecs
+
+        return encode(self.pcm, format)
+
+    def save(self, path: str | os.PathLike[str], format: SoundFormat | None = None) -> None:
+        """Write a file, in `format` or that of the name's ending. Raises InvalidRequest for an unknown one, OSError."""
+        from .sound_file import write_file
+
+        write_file(path, [self.pcm], format)
+
+
+def _to_floats(pcm: bytes) -> NDArray[np.float32]:
+    return np.frombuffer(pcm, "<i2").astype(np.float32) / np.float32(32768)

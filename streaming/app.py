@@ -11,6 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 
 from ..engine.client import EngineClient
+from ..pipelines.sound_file import CONTENT_TYPES
 from .audio_stream import AudioStream
 from .audio_words import (
     DiarizedTranscription,
@@ -28,6 +29,7 @@ from .openai_audio import FILE, transcriptions, translations
 from .openai_chat import chat_completions
 from .openai_completions import completions
 from .openai_models import get_model, list_models
+from .openai_speech import speech, voices
 from .openapi import Operation, document
 from .probes import livez, metrics, ready, show_version
 from .protocol import (
@@ -49,6 +51,8 @@ from .protocol import (
 from .realtime import RealtimeSession
 from .service import Service
 from .session import SocketEndpoint
+from .speech_stream import SpeechStream
+from .speech_words import AudioDelta, SpeechCreate, VoiceList
 from .tokens import detokenize, tokenize
 
 _ENGINE_ERRORS = (404, 429, 500, 503, 504)
@@ -102,6 +106,24 @@ def operations() -> list[Operation]:
             responses=(VerboseTranscription,),
             text_types=_SUBTITLES,
             errors=_ENGINE_ERRORS,
+        ),
+        Operation(
+            method="POST",
+            path="/v1/audio/speech",
+            handler=speech,
+            summary="Text to speech.",
+            request=SpeechCreate,
+            binary_types=tuple(CONTENT_TYPES.values()),
+            chunk=AudioDelta,
+            errors=_ENGINE_ERRORS,
+        ),
+        Operation(
+            method="GET",
+            path="/v1/audio/voices",
+            handler=voices,
+            summary="The voices that can speak here.",
+            response=VoiceList,
+            errors=(500, 503),
         ),
         Operation(
             method="GET", path="/v1/models", handler=list_models, summary="The models served here.", response=ModelList
@@ -182,7 +204,8 @@ def create_app(client: EngineClient | None, config: ServerConfig, *, service: Se
         for operation in table
     ]
     routes.append(Route("/openapi.json", Endpoint("/openapi.json", show_openapi), methods=["GET"]))
-    routes += [WebSocketRoute(session.route, SocketEndpoint(session)) for session in (AudioStream, RealtimeSession)]
+    sockets = (AudioStream, SpeechStream, RealtimeSession)
+    routes += [WebSocketRoute(session.route, SocketEndpoint(session)) for session in sockets]
     layers = [Middleware(EdgeMiddleware, service=service)]
     if config.allowed_hosts:
         layers.append(Middleware(HostMiddleware, allowed=config.allowed_hosts))

@@ -2,7 +2,7 @@
 of connections; every refusal at this level is in the JSON envelope too. Puts `motet.abort` into the ASGI scope.
 
 A connection that upgrades to a WebSocket goes on as `LimitedSocket`, whose scope also holds `motet.close(code, reason)`:
-it closes even while the peer reads nothing.
+it closes even while the peer reads nothing. `motet.unsent()` tells how many bytes wait for the peer to read.
 """
 
 from __future__ import annotations
@@ -150,7 +150,11 @@ class LimitedSocket(WebSocketsSansIOProtocol):
         super().handle_connect(event)
         if self.handshake_initiated and not self.handshake_complete:
             extensions: dict[str, Any] = self.scope["extensions"]
-            extensions |= {"motet.abort": self.transport.abort, "motet.close": self._close_now}
+            extensions |= {
+                "motet.abort": self.transport.abort,
+                "motet.close": self._close_now,
+                "motet.unsent": self.transport.get_write_buffer_size,
+            }
 
     def handle_cont(self, event: Frame) -> None:
         if len(self.frames) >= _MAX_FRAGMENTS:

@@ -33,7 +33,7 @@ log = logging.getLogger("motet.server")
 access_log = logging.getLogger("motet.access")
 
 CLIENT_CLOSED_REQUEST = 499  # in the log and the metrics only
-SOCKET_PATHS = ("/v1/audio/stream", "/v1/realtime")
+SOCKET_PATHS = ("/v1/audio/stream", "/v1/audio/speech/stream", "/v1/realtime")
 
 
 class EdgeMiddleware:

@@ -46,11 +46,8 @@ Handler = Callable[["Exchange"], Coroutine[Any, Any, None]]
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-_SSE_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+_EVENTS = b"text/event-stream; charset=utf-8"
+_STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 
 def new_id(kind: str) -> str:
@@ -80,6 +77,7 @@ class Exchange:
         "body_done",
         "complete",
         "engine_ids",
+        "events",
         "fields",
         "gone",
         "method",
@@ -106,6 +104,7 @@ class Exchange:
         self.model = ""
         self.status = 0  # 0: no response started
         self.streaming = False
+        self.events = False  # what is streamed is events, so that an error can be one too
         self.body_done = False
         self.complete = False  # the last byte of the answer is on its way
         self.gone = False  # the client has left
@@ -232,11 +231,12 @@ class Exchange:
     ) -> None:
         await self.send_bytes(encode(value), status=status, headers=headers)
 
-    async def start_stream(self) -> None:
-        """Send the status line of an event stream and begin to watch the reader."""
-        self.streaming = True
+    async def start_stream(self, content_type: bytes = _EVENTS) -> None:
+        """Send the status line of a stream, of events or of other bytes, and begin to watch the reader."""
+        self.streaming, self.events = True, content_type == _EVENTS
         self._watch_writes()
-        await self._start({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
+        headers = [(b"content-type", content_type), *_STREAM_HEADERS]
+        await self._start({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def write(self, body: bytes) -> None:
         """One piece of the stream in one write. Waits while the reader is slow; the watch ends a wait too long."""
@@ -330,14 +330,14 @@ class Exchange:
             if isinstance(error, Overloaded | Unavailable):
                 self.service.metrics.observe_rejected(error.code)
             await send_error(self._start, error, overload_status=overload_status)
-        elif self.streaming:
+        elif self.events:
             wire = wire_error(error, overload_status=overload_status)
             try:
                 async with asyncio.timeout(_FAREWELL_S):
                     await self.end_stream(b"data: " + wire.body + b"\n\n" + DONE)
             except TimeoutError:
                 self.abort_connection()
-        else:
+        else:  # whoever was sent half a file shall see that it is half
             self.abort_connection()
 
     def abort_connection(self) -> None:

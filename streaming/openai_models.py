@@ -9,7 +9,11 @@ from .config import ServedModel
 from .exchange import Exchange
 from .protocol import ModelBody, ModelList
 
-_CAPABILITIES = {"llm": ["chat", "completions"], "asr": ["transcriptions", "translations", "realtime"]}
+_CAPABILITIES = {
+    "llm": ["chat", "completions"],
+    "asr": ["transcriptions", "translations", "realtime"],
+    "tts": ["speech"],
+}
 
 
 async def list_models(exchange: Exchange) -> None:

@@ -41,6 +41,7 @@ class Operation:
     chunk: type[msgspec.Struct] | None = None  # of the event stream, when the request may ask for one
     media_type: str = "application/json"
     text_types: tuple[str, ...] = ()  # other content types that the request may ask for
+    binary_types: tuple[str, ...] = ()  # set: the answer is bytes of one of these types
     errors: tuple[int, ...] = ()
     answers_503: bool = False  # with its own response, not with an error
     open: bool = False  # needs no API key
@@ -87,6 +88,8 @@ def _operation(operation: Operation, ref: Mapping[type, Any], secured: bool) -> 
     if operation.responses:
         shapes = [ref[kind] for kind in (operation.response, *operation.responses) if kind]
         content = {operation.media_type: {"schema": {"anyOf": shapes}}}
+    if operation.binary_types:
+        content = {kind: {"schema": {"type": "string", "format": "binary"}} for kind in operation.binary_types}
     for kind in operation.text_types:
         content[kind] = {"schema": {"type": "string"}}
     if operation.chunk:

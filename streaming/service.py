@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..engine.client import EngineClient
 from ..engine.errors import InvalidRequest, ModelNotFound, MotetError, Overloaded, Unavailable
+from ..engine.frontend.speech import SpeechFrontend
 from ..engine.frontend.text import TextFrontend
 from ..engine.metrics import Metrics
 from ..pipelines.decoder_process import DecoderProcess
@@ -21,7 +22,7 @@ from .exchange import Exchange
 if TYPE_CHECKING:
     from .session import SocketSession
 
-_JOBS = {"llm": "write text", "asr": "transcribe speech"}  # kind of model -> what only it can do
+_JOBS = {"llm": "write text", "asr": "transcribe speech", "tts": "speak"}  # kind of model -> what only it can do
 _BUSY_S = 60.0  # after so long without a word an engine is not busy but down
 State = Literal["starting", "ready", "draining", "closed"]
 
@@ -50,11 +51,13 @@ class Service:
         self._client: EngineClient | None = None
         self._last_health: tuple[dict[str, Any] | None, float] = (None, 0.0)  # and when it was given
         self._frontend: TextFrontend | None = None
+        self._speech: SpeechFrontend | None = None
 
     def attach(self, client: EngineClient) -> None:
         """The engine is there: requests may come."""
         self._client = client
         self._frontend = TextFrontend(client)
+        self._speech = SpeechFrontend(client)
         if self.state == "starting":
             self.state = "ready"
 
@@ -69,6 +72,12 @@ class Service:
         self._check_open()
         assert self._frontend is not None
         return self._frontend
+
+    @property
+    def speech(self) -> SpeechFrontend:
+        self._check_open()
+        assert self._speech is not None
+        return self._speech
 
     def _check_open(self) -> None:
         if self.state in ("draining", "closed"):

@@ -13,6 +13,7 @@ import logging
 import time
 from abc import abstractmethod
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -30,6 +31,8 @@ log = logging.getLogger("motet.server")
 NORMAL, GOING_AWAY, UNSUPPORTED_DATA, POLICY, INTERNAL, RESTART, TRY_LATER = 1000, 1001, 1003, 1008, 1011, 1012, 1013
 _SUBPROTOCOL = "realtime"
 _MAX_QUEUED = 1024  # messages that wait for a slow reader
+_MAX_DATA = 64  # of them, pieces of data; whoever makes more has to wait
+_LOOK_S = 0.02  # between two looks at what a client has not taken yet
 _LAST_WORDS_S = 1.0  # for the queue to empty before a close
 
 _encoder = msgspec.json.Encoder()
@@ -57,7 +60,9 @@ class SocketSession:
         self.opened_at = 0.0
         self._receive = receive
         self._send = send
-        self._queue: asyncio.Queue[Message] = asyncio.Queue(maxsize=_MAX_QUEUED)
+        self._queue: asyncio.Queue[_Queued] = asyncio.Queue(maxsize=_MAX_QUEUED)
+        self._num_data = 0  # in the queue
+        self._data_room = asyncio.Event()
         self._write_since = 0.0  # loop time when the write in progress began; 0: none
         self._heard_at = 0.0
         self._room = asyncio.Event()
@@ -95,8 +100,34 @@ class SocketSession:
 
     def put(self, message: dict[str, Any] | msgspec.Struct) -> None:
         """Queue a JSON message. Raises Over when the client has left too many unread."""
+        self._put(_Queued(_text(message)))
+
+    async def put_data(self, data: bytes | msgspec.Struct, weight: int = 0) -> None:
+        """Queue what an interruption takes back: sound, and words about it. Waits while too much of it is not sent."""
+        while self._num_data >= _MAX_DATA:
+            self._data_room.clear()
+            await self._data_room.wait()
+        message: Message = {"type": "websocket.send", "bytes": data} if isinstance(data, bytes) else _text(data)
+        self._put(_Queued(message, weight))
+        self._num_data += 1
+
+    def drop_data(self) -> int:
+        """Take back all data that is not being sent yet; gives the sum of its weights. Other messages keep their order."""
+        dropped = 0
+        for _ in range(self._queue.qsize()):
+            queued = self._queue.get_nowait()
+            if queued.weight is None:
+                self._queue.put_nowait(queued)
+            else:
+                dropped += queued.weight
+            self._queue.task_done()
+        self._num_data = 0
+        self._data_room.set()
+        return dropped
+
+    def _put(self, queued: _Queued) -> None:
         try:
-            self._queue.put_nowait({"type": "websocket.send", "text": _encoder.encode(message).decode()})
+            self._queue.put_nowait(queued)
         except asyncio.QueueFull:
             raise Over(TRY_LATER, "the client does not read what it is sent") from None
 
@@ -104,6 +135,22 @@ class SocketSession:
         """Run beside reader and writer; an error in it ends the session."""
         assert self._group is not None
         return self._group.create_task(work)
+
+    async def sent(self) -> None:
+        """Wait until all that was queued is on its way: the closing drops what a slow reader has left in our buffers.
+
+        Raises Over when he reads nothing at all.
+        """
+        await self._queue.join()  # the watch ends this wait
+        unsent = self.scope.get("extensions", {}).get("motet.unsent", lambda: 0)
+        clock = asyncio.get_running_loop().time
+        left, since = unsent(), clock()
+        while left:
+            await asyncio.sleep(_LOOK_S)
+            if (now_left := unsent()) < left:
+                left, since = now_left, clock()
+            elif clock() - since > self.config.write_timeout_s:
+                raise Over(TRY_LATER, "the client does not read what it is sent")
 
     async def end(self, code: int, reason: str = "") -> None:
         """Close once all that was queued has been sent."""
@@ -201,10 +248,15 @@ class SocketSession:
     async def _write(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            message = await self._queue.get()
+            queued = await self._queue.get()
+            if queued.weight is not None:
+                self._num_data -= 1
+                self._data_room.set()
             self._write_since = loop.time()
             try:
-                await self._send(message)
+                await self._send(queued.message)
+                if queued.weight is not None:
+                    self._heard_at = loop.time()  # who listens needs to say nothing
             except OSError:  # uvicorn's ClientDisconnected
                 raise Over(None) from None
             finally:
@@ -263,7 +315,7 @@ class SocketSession:
         try:
             async with asyncio.timeout(_LAST_WORDS_S):
                 while not self._queue.empty():
-                    await self._send(self._queue.get_nowait())
+                    await self._send(self._queue.get_nowait().message)
         except (TimeoutError, OSError):
             pass
         reason = over.reason[:100]  # a close frame holds 123 bytes
@@ -276,6 +328,16 @@ class SocketSession:
                 await self._send({"type": "websocket.close", "code": over.code, "reason": reason})
         except (TimeoutError, OSError):
             pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    message: Message
+    weight: int | None = None  # of data, which may be dropped; None: control, which may not
+
+
+def _text(message: dict[str, Any] | msgspec.Struct) -> Message:
+    return {"type": "websocket.send", "text": _encoder.encode(message).decode()}
 
 
 class SessionExpired(MotetError):

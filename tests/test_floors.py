@@ -27,15 +27,21 @@ TORCH_FREE = [
     "motet.engine.config",
     "motet.engine.metrics",
     "motet.engine.segmenter",
+    "motet.engine.speaking",
+    "motet.engine.speech_params",
+    "motet.engine.frontend.speech",
     "motet.engine.frontend.text",
     "motet.models.registry",
     "motet.models.spec",
+    "motet.models.speech_format",
     "motet.models.tokenizer",
     "motet.models.gguf",
     "motet.pipelines.types",
     "motet.pipelines.hub",
     "motet.pipelines.chat",
     "motet.pipelines.media",
+    "motet.pipelines.sound_file",
+    "motet.pipelines.speech",
     "motet.streaming.app",
     "motet.streaming.config",
     "motet.streaming.protocol",
@@ -44,6 +50,7 @@ TORCH_FREE = [
     "motet.deploy.config",
     "motet.deploy.demo",
     "motet.deploy.serve",
+    "motet.deploy.speak",
 ]
 
 
@@ -171,7 +178,8 @@ def test_dependencies_are_declared_and_used() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     name = re.compile(r"[A-Za-z0-9_-]+")
     required = {name.match(line)[0].replace("-", "_") for line in project["dependencies"]}  # type: ignore[index]
-    optional = {"openai", "triton", "xformers", "motet_demo", "setuptools"}  # imported only where they are asked for
+    # imported only where they are asked for
+    optional = {"openai", "triton", "xformers", "onnxruntime", "motet_demo", "setuptools"}
     imported = {
         module.split(".")[0] for path in floor_files() for _, level, module, _ in imports(path) if level == 0 and module
     } - set(sys.stdlib_module_names)

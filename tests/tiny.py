@@ -10,8 +10,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from motet.engine.config import EngineConfig
 from motet.engine.llm_engine import LLMEngine
@@ -43,6 +45,121 @@ def windowed() -> Path:
         bos_token_id=1, query_pre_attn_scalar=8,
     )  # fmt: skip
     return _save(transformers.Gemma2ForCausalLM, config)
+
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz ',.?"
+PHONES = ["pau", "aa", "b", "k", "s", "t"]
+# A small Orpheus: its text vocabulary is the letters and a few words; its ids of special tokens follow them.
+_ORPHEUS = {"before": [50], "after": [51, 52, 53, 54], "between": [55]}
+
+
+@functools.cache
+def voice() -> Path:
+    """A random voice of family motet-voice: see `tiny_voice`."""
+    return tiny_voice(Path(tempfile.mkdtemp(prefix="motet-tiny-voice-")))
+
+
+@functools.cache
+def orpheus() -> Path:
+    """A random voice of family orpheus with ids of its own, and a configured EOS that is a code (wrong, as the real one is)."""
+    return tiny_voice(Path(tempfile.mkdtemp(prefix="motet-tiny-orpheus-")), family="orpheus", strides=(4, 2, 1))
+
+
+@functools.cache
+def neutts() -> Path:
+    """A random voice of family neutts: one level of codes, two references."""
+    return tiny_voice(Path(tempfile.mkdtemp(prefix="motet-tiny-neutts-")), family="neutts", strides=(4,))
+
+
+def tiny_voice(
+    folder: Path, *, family: str = "motet-voice", strides: tuple[int, ...] = (4, 2), size: int = 16, **more: Any
+) -> Path:
+    """Write a voice with random weights to `folder`: an LM of 2 layers, hidden 64, and a SNAC decoder of width 32 whose frame
+    is 2048 samples. `more` goes into speech.json."""
+    places = {(4, 2): 3, (4, 2, 1): 7, (4,): 1}[strides]
+    first = 96
+    speech: dict[str, Any] = {"family": family, "name": "tiny", "language": "en", "codec": "codec"}
+    speech["audio"] = {"start": 4, "end": 5, "first": first, "size": size, "strides": strides, "order": "depth_first"}
+    if family == "motet-voice":
+        speech |= {
+            "voices": ["rms"],
+            "default_voice": "rms",
+            "text": {"letters": LETTERS, "first": 6, "start": 1, "end": 2},
+            "phones": {"names": PHONES, "first": 37, "start": 3},
+            "sampling": {"temperature": 0.3, "top_k": 50},
+            "phone_sampling": {"temperature": 0.0},
+            "max_chars": 90,
+        }
+    else:
+        _write_tokenizer(folder)
+        speech |= {"voices": ["tara", "leo"], "prompt": _ORPHEUS}
+    if family == "neutts":
+        speech["prompt"] = {"before": "user:<|TEXT|>", "after": "<|END|>"}
+        speech["references"] = {"tara": {"text": "hello", "codes": [3, 0, 7]}, "leo": {"text": "no", "codes": [5]}}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "speech.json").write_text(json.dumps(speech | more))
+    config = transformers.LlamaConfig(
+        vocab_size=first + places * size, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024, eos_token_id=first + 1,
+        bos_token_id=1, tie_word_embeddings=True,
+    )  # fmt: skip
+    _save(transformers.LlamaForCausalLM, config, folder, eos=first + 1)
+    _write_codec(folder / "codec", strides, size)
+    return folder
+
+
+def _write_tokenizer(folder: Path) -> None:
+    words = ["[UNK]", "<|begin_of_text|>", *LETTERS, "tara", "leo", "hello", ":", "<|TEXT|>", "<|END|>"]
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="[UNK]")
+    )
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("tara|leo|hello|."), "isolated")
+    backend.add_special_tokens(["<|begin_of_text|>", "<|TEXT|>", "<|END|>"])
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", 1)]
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+
+
+def _write_codec(folder: Path, strides: tuple[int, ...], size: int) -> None:
+    """SNAC's decoder and quantizers under the names of the public weights, weight norm folded."""
+    generator = torch.Generator().manual_seed(1)
+    latent, width, rates = 16, 32, (8, 8, 4, 2)
+    tensors: dict[str, torch.Tensor] = {}
+
+    def conv(name: str, out: int, into: int, kernel: int, *, transposed: bool = False, gain: float = 1.0) -> None:
+        shape = (into, out, kernel) if transposed else (out, into, kernel)
+        fan = into * (2 if transposed else kernel)
+        tensors[f"{name}.weight"] = torch.randn(shape, generator=generator) * gain * fan**-0.5
+        tensors[f"{name}.bias"] = torch.zeros(out)
+
+    for level in range(len(strides)):
+        tensors[f"quantizer.quantizers.{level}.codebook.weight"] = torch.randn(size, 8, generator=generator)
+        conv(f"quantizer.quantizers.{level}.out_proj", latent, 8, 1)
+    conv("decoder.model.0", latent, 1, 7)
+    conv("decoder.model.1", width, latent, 1)
+    for block, rate in enumerate(rates):
+        into, out = width >> block, width >> block + 1
+        name = f"decoder.model.{block + 2}.block"
+        tensors[f"{name}.0.alpha"] = torch.ones(1, into, 1)
+        conv(f"{name}.1", out, into, 2 * rate, transposed=True)
+        for unit in range(2, 5):
+            tensors[f"{name}.{unit}.block.0.alpha"] = torch.ones(1, out, 1)
+            conv(f"{name}.{unit}.block.1", out, 1, 7)
+            tensors[f"{name}.{unit}.block.2.alpha"] = torch.ones(1, out, 1)
+            conv(f"{name}.{unit}.block.3", out, out, 1)
+    last = width >> len(rates)
+    tensors["decoder.model.6.alpha"] = torch.ones(1, last, 1)
+    conv("decoder.model.7", 1, last, 7, gain=0.1)
+    config = {
+        "sampling_rate": 24000, "latent_dim": latent, "decoder_dim": width, "decoder_rates": rates,
+        "codebook_size": size, "codebook_dim": 8, "vq_strides": strides, "attn_window_size": None, "noise": False,
+        "depthwise": True,
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
 
 
 def engine(path: Path | None = None, *, proposer: Any = None, clock: Any = None, **config: Any) -> LLMEngine:
@@ -129,15 +246,15 @@ def all_free(running: LLMEngine) -> bool:
     return pool.num_free == pool.num_usable and running.num_requests() == 0 and not running.scheduler.running
 
 
-def _save(cls: Any, config: Any) -> Path:
+def _save(cls: Any, config: Any, path: Path | None = None, eos: int = EOS) -> Path:
     torch.manual_seed(0)
     model = cls(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(6.0)  # the default 0.02 gives nearly flat logits
-    path = Path(tempfile.mkdtemp(prefix="motet-tiny-"))
+    path = path or Path(tempfile.mkdtemp(prefix="motet-tiny-"))
     model.save_pretrained(path)
     generation = json.loads((path / "generation_config.json").read_text())
-    (path / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": EOS}))
+    (path / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": eos}))
     return path

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -172,7 +173,11 @@ def tokenize(learner: Learner, folder: Path, strides: Sequence[int], size: int, 
 
 def export(learner: Learner, decoder: SnacDecoder, folder: Path, strides: Sequence[int], size: int) -> None:
     """`codec.safetensors` with the snac package's names (weight norm folded away) and `codec.json`."""
-    tensors = {f"decoder.{name}": value for name, value in decoder.state_dict().items()}
+    # The package wraps the layers of each rate once more.
+    tensors = {
+        re.sub(r"^decoder\.model\.(\d+)\.(?=\d)", r"decoder.model.\1.block.", f"decoder.{name}"): value
+        for name, value in decoder.state_dict().items()
+    }
     for at, level in enumerate(learner.quantizer.levels):
         prefix = f"quantizer.quantizers.{at}."
         tensors |= {
@@ -204,7 +209,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--minutes", type=float, default=12.0, help="for encoder, codebooks and guide decoder")
     parser.add_argument("--decoder-minutes", type=float, default=30.0, help="for the decoder that ships; 0: later")
-    parser.add_argument("--strides", type=int, nargs="+", default=[4, 2])
+    parser.add_argument("--strides", type=int, nargs="+", default=[4, 2, 2])
     parser.add_argument("--size", type=int, default=1024, help="codes of a level")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=2)

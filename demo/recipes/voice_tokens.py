@@ -6,8 +6,8 @@ An utterance is one sequence, in the manner of Orpheus:
 
 The model writes the phones itself before it speaks: they are cheap, and it pronounces far better when it has spelled the
 word out for itself. A frame of codes is as long as one code of the coarsest level; its codes come depth first, each level's
-code before the finer ones it covers (for SNAC's strides 4, 2, 1: c0 c1 c2 c2 c1 c2 c2). Each place in a frame has ids of its own:
-id = AUDIO + place * size + code, so that a mask by place is a range.
+code before the finer ones it covers (SNAC's strides 4, 2, 1: c0 c1 c2 c2 c1 c2 c2; ours, 4, 2, 2: c0 c1 c2 c1 c2). Each place
+in a frame has ids of its own, AUDIO + place * size + code, so that a mask by place is a range.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 key_i = blake2b(key_{i-1}, ids of block i, typed extras that touch block i). The root holds model, weight epoch, salt and, of
 a quantized cache, its format.
-Extras are typed ("salt", "embeds", "lora"), so that a salt can never equal an adapter's name.
+Extras are typed ("salt", "embeds", "side", "lora"), so that a salt can never equal an adapter's name.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
-from ..types import EmbeddingSpan
+from ..types import EmbeddingSpan, SideIds
 
 DIGEST_BYTES = 16
 
@@ -38,8 +38,24 @@ def embedding_extras(spans: Sequence[EmbeddingSpan], start: int, end: int) -> by
     return b"".join(parts)
 
 
+def side_extras(side: Sequence[SideIds], start: int, end: int) -> bytes:
+    """What the side ids of positions [start, end) add to a key: offset and ids of each run. Empty where there are none."""
+    parts = []
+    for span in side:
+        low, high = max(span.start, start), min(span.start + len(span.ids), end)
+        if low < high:
+            ids = array("q", [i for row in span.ids[low - span.start : high - span.start] for i in row]).tobytes()
+            parts.append(b"side:%d:%d:" % (low - start, high - low) + ids)
+    return b"".join(parts)
+
+
 def extend_chain(
-    keys: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int, spans: Sequence[EmbeddingSpan] = ()
+    keys: list[bytes],
+    root: bytes,
+    token_ids: Sequence[int],
+    block_size: int,
+    spans: Sequence[EmbeddingSpan] = (),
+    side: Sequence[SideIds] = (),
 ) -> None:
     """Append to `keys` the key of every full block of `token_ids` that has none yet. In place; O(new tokens)."""
     for index in range(len(keys), len(token_ids) // block_size):
@@ -48,4 +64,6 @@ def extend_chain(
         h.update(array("q", token_ids[start : start + block_size]).tobytes())
         if spans:
             h.update(embedding_extras(spans, start, start + block_size))
+        if side:
+            h.update(side_extras(side, start, start + block_size))
         keys.append(h.digest())

@@ -55,7 +55,9 @@ class TextFrontend:
     # ----------------------------------------------------------------------------------------------------- preparing
 
     async def tokenizer(self, info: ModelInfo) -> Tokenizer:
-        """The tokenizer of a loaded model, loaded once. Raises ModelLoadError."""
+        """The tokenizer of a loaded model, loaded once. Raises ModelLoadError; InvalidRequest where the answers are no text."""
+        if info.num_codebooks > 1:
+            raise InvalidRequest(f"model {info.model[:80]!r} answers in codes of audio, not in text", param="model")
         found = self._tokenizers.get(info.source)
         if found is None:
             async with self._loading:

@@ -23,9 +23,10 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).resolve().parent
-OPERATORS = ("ops.cpp", "attention.cpp", "dense.cpp", "linear.cpp", "layers.cpp")  # compiled once, with torch's headers
-HEADERS = ("ops.h", "attend.h", "pairs.h", "turn.h", "dense.h", "rows.h", "vector.h", "kernels.h", "gemm.h")
-SOURCES = (*OPERATORS, "table.cpp", "int8.cpp", *HEADERS)
+# Compiled once, with torch's headers.
+OPERATORS = ("ops.cpp", "attention.cpp", "dense.cpp", "linear.cpp", "layers.cpp", "snake_ops.cpp")
+HEADERS = ("ops.h", "attend.h", "pairs.h", "turn.h", "dense.h", "rows.h", "vector.h", "kernels.h", "gemm.h", "snake.h")
+SOURCES = (*OPERATORS, "table.cpp", "snake.cpp", "int8.cpp", *HEADERS)
 KERNEL_FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 OPS_FLAGS = ("-O2", "-Wno-psabi", "-Wno-unknown-pragmas")
 COMMON_FLAGS = ("-std=c++20", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-g0")
@@ -127,6 +128,7 @@ def _compile(cxx: str, work: Path, target: Path, verbose: bool) -> None:
         commands.append([cxx, *COMMON_FLAGS, *optimize, abi, *include, "-c", str(HERE / source), "-o", made])
     kinds = (
         ("table", "table.cpp", instruction_sets(platform.machine())),
+        ("snake", "snake.cpp", instruction_sets(platform.machine())),
         ("int8", "int8.cpp", int8_instruction_sets(platform.machine())),
     )
     for kind, source, sets in kinds:

@@ -22,6 +22,8 @@ rms_norm_residual = _ops.rms_norm_residual.default
 gated = _ops.gated.default
 argmax = _ops.argmax.default
 sample = _ops.sample.default
+snake = _ops.snake.default
+snake_unit = _ops.snake_unit.default
 
 
 def instruction_set() -> str:
@@ -64,3 +66,11 @@ def can_gate(gate_up: torch.Tensor) -> bool:
 
 def can_sample(logits: torch.Tensor) -> bool:
     return logits.dtype is torch.float32 and logits.stride(1) == 1
+
+
+def can_snake(x: torch.Tensor, alpha: torch.Tensor) -> bool:
+    return x.dtype is torch.float32 and alpha.dtype is torch.float32
+
+
+def can_snake_unit(x: torch.Tensor, alpha: torch.Tensor) -> bool:
+    return x.dtype is torch.float32 and alpha.dtype is torch.float32 and x.shape[-1] % 16 == 0

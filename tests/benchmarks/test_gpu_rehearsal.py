@@ -6,13 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from motet.benchmarks import gpu
+from motet.benchmarks import gpu, gpu_speech
 from motet.benchmarks.claims import KEYS
 
-SCRIPT = Path(gpu.__file__).resolve()
 # Runs the script as the lent machine would: no installed motet, and of third parties only torch, triton, numpy and theirs.
 BARE = """
 import runpy, sys
@@ -33,10 +33,11 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_every_claim_is_measured_on_a_bare_machine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", [gpu, gpu_speech])
+def test_every_claim_is_measured_on_a_bare_machine(tmp_path: Path, script: ModuleType) -> None:
     out = tmp_path / "gpu.json"
     ran = subprocess.run(
-        [sys.executable, "-c", BARE, str(SCRIPT), "--toy", "--json", str(out)],
+        [sys.executable, "-c", BARE, str(script.__file__), "--toy", "--json", str(out)],
         capture_output=True,
         text=True,
         timeout=170,
@@ -44,13 +45,13 @@ def test_every_claim_is_measured_on_a_bare_machine(tmp_path: Path) -> None:
     )
     assert ran.returncode == 0, ran.stderr
     rows = json.loads(out.read_text())
-    assert [row["claim"] for row in rows] == [claim.id for claim in gpu.CLAIMS]
+    assert [row["claim"] for row in rows] == [claim.id for claim in script.CLAIMS]
     for row in rows:
         assert list(row) == list(KEYS)
         assert row["ours"] and row["ours"] > 0 and row["peer"] > 0, row["why"]
         assert row["ratio"] == row["ours"] / row["peer"] and row["runs"] == gpu.SMALL.repeats
         assert row["holds"] is False and row["why"].startswith(gpu.TOY_WORDS)  # nobody shall take toys for claims
-    assert all(f"\n{claim.id} " in ran.stdout for claim in gpu.CLAIMS)
+    assert all(f"\n{claim.id} " in ran.stdout for claim in script.CLAIMS)
 
 
 def test_the_bounds_count_what_a_step_reads() -> None:

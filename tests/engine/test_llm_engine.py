@@ -318,3 +318,21 @@ def test_deterministic_numbers_do_not_depend_on_the_batch() -> None:
     assert scores(chunked, wanted()) == together
     assert scores(chunked, wanted()) == together
     assert chunked.scheduler.counters.num_prefix_hits > 0
+
+
+def test_who_is_held_gets_no_work_and_keeps_what_it_has() -> None:
+    expected = tiny.one(tiny.engine(), tiny.request(tiny.prompt(9), name="x"))
+    engine = tiny.engine()
+    engine.submit(tiny.request(tiny.prompt(9), name="x"))
+    told = [*engine.step(), *engine.step()]
+    engine.hold("x", True)
+    engine.hold("unknown", True)
+    num_free = engine.scheduler.cache.pool.num_free
+    for _ in range(3):
+        assert engine.step() == [] and engine.scheduler.cache.pool.num_free == num_free
+    engine.submit(tiny.request(tiny.prompt(5), name="y"))
+    while engine.num_requests() > 1:
+        assert all(event.request_id == "y" for event in engine.step())
+    engine.hold("x", False)
+    told += tiny.drain(engine)
+    assert tiny.tokens(told) == expected and tiny.all_free(engine)

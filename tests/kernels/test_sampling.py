@@ -13,6 +13,8 @@ from motet.kernels.sampling import (
     apply_allowed,
     apply_bias,
     apply_penalties,
+    apply_ranges,
+    apply_repetition,
     gumbel,
     noise_keys,
     sample,
@@ -241,3 +243,22 @@ def test_bias_and_allowed() -> None:
         row = torch.zeros(10)
         apply_allowed(row, ranges)
         assert {i for i, x in enumerate(row.tolist()) if x == 0} == kept
+
+
+def test_many_rows_are_edited_as_one_by_one() -> None:
+    """Ranges of different number, and a context in which ids stand more than once."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(3, 50, generator=generator)
+    expected = logits.clone()
+    context = torch.randint(50, (3, 20), generator=generator)
+    context[:, 10:] = context[:, :10]
+    penalties = [1.1, 0.5, 1.0]
+    apply_penalties(expected, context.tolist(), [[]] * 3, [0.0] * 3, [0.0] * 3, penalties)
+    apply_repetition(logits, context, torch.tensor(penalties)[:, None])
+    assert torch.equal(logits, expected)
+    ranges = [[(0, 3), (40, 50)], [(7, 8)], []]
+    for row, mine in zip(expected, ranges, strict=True):
+        apply_allowed(row, mine)
+    low, high = torch.tensor([[0, 40], [7, 0], [0, 0]]), torch.tensor([[3, 50], [8, 0], [0, 0]])
+    apply_ranges(logits, low, high)
+    assert torch.equal(logits, expected)

@@ -1,14 +1,15 @@
-// The npm client of OpenAI against a running Motet server: BASE_URL and MODEL come from the environment.
+// The npm client of OpenAI against a running Motet server: BASE_URL, and MODEL (which writes) or VOICE (a model that speaks),
+// come from the environment.
 // Each check is one promise; a failed one throws, and the exit status is the number of failures.
 import assert from "node:assert/strict";
 import OpenAI from "openai";
 
-const model = process.env.MODEL;
+const model = process.env.MODEL, voice = process.env.VOICE;
 const client = new OpenAI({ baseURL: process.env.BASE_URL, apiKey: "none", maxRetries: 0, timeout: 120_000 });
 const messages = [{ role: "user", content: "Say hello." }];
 const greedy = { model, messages, temperature: 0, max_tokens: 12 };
 
-const checks = {
+const writing = {
   async "models are listed"() {
     const ids = (await client.models.list()).data.map((m) => m.id);
     assert.ok(ids.includes(model), `expected ${model} among ${ids}`);
@@ -75,8 +76,66 @@ const checks = {
   },
 };
 
+const words = { model: voice, voice: "default", input: "Hello there, my friend. How are you today?" };
+const magic = { mp3: [0xff], opus: [..."OggS"], aac: [0xff], flac: [..."fLaC"], wav: [..."RIFF"], pcm: [] };
+const types = { mp3: "audio/mpeg", opus: "audio/ogg", aac: "audio/aac", flac: "audio/flac", wav: "audio/wav", pcm: "audio/pcm" };
+
+const speaking = {
+  async "speech in every format, in a type that says so"() {
+    for (const [format, begin] of Object.entries(magic)) {
+      const answer = await client.audio.speech.create({ ...words, response_format: format });
+      assert.equal(answer.headers.get("content-type"), types[format]);
+      const bytes = Buffer.from(await answer.arrayBuffer());
+      assert.ok(bytes.length > 4000, `${format}: ${bytes.length} bytes`);
+      begin.forEach((want, at) => assert.equal(bytes[at], typeof want === "string" ? want.charCodeAt(0) : want, format));
+    }
+  },
+
+  async "mp3 is the default, and the same seed is the same sound"() {
+    const [one, two] = await Promise.all([0, 1].map(() => client.audio.speech.create({ ...words, seed: 7 })));
+    assert.equal(one.headers.get("content-type"), "audio/mpeg");
+    assert.ok(Buffer.from(await one.arrayBuffer()).equals(Buffer.from(await two.arrayBuffer())));
+  },
+
+  async "speech comes in pieces, also as events"() {
+    const answer = await client.audio.speech.create({ ...words, response_format: "pcm" });
+    let pieces = 0;
+    for await (const _ of answer.body) pieces += 1;
+    assert.ok(pieces > 2, `${pieces} pieces`);
+    const stream = await client.audio.speech.create({ ...words, response_format: "pcm", stream_format: "sse" });
+    const events = (await stream.text()).split("\n\n").filter((line) => line.startsWith("data: {")).map((line) => JSON.parse(line.slice(6)));
+    const last = events.pop();
+    assert.equal(last.type, "speech.audio.done");
+    assert.equal(last.usage.total_tokens, last.usage.input_tokens + last.usage.output_tokens);
+    assert.ok(events.every((event) => event.type === "speech.audio.delta") && events.length > 2);
+  },
+
+  async "twice as fast is half as long"() {
+    const length = async (speed) =>
+      (await (await client.audio.speech.create({ ...words, seed: 7, response_format: "pcm", speed })).arrayBuffer()).byteLength;
+    const ratio = (await length(1)) / (await length(2));
+    assert.ok(Math.abs(ratio - 2) < 0.1, `${ratio}`);
+  },
+
+  async "speech that is left ends the request, and the server goes on"() {
+    const answer = await client.audio.speech.create({ ...words, input: words.input.repeat(20), response_format: "pcm" });
+    for await (const _ of answer.body) break;
+    assert.ok((await (await client.audio.speech.create(words)).arrayBuffer()).byteLength > 0);
+  },
+
+  async "an unknown voice, no text, a speed too fast: BadRequestErrors that name their field"() {
+    for (const [param, value] of [["voice", "nobody"], ["input", ""], ["input", "🎉"], ["speed", 5], ["response_format", "midi"]]) {
+      await assert.rejects(client.audio.speech.create({ ...words, [param]: value }), (error) => {
+        assert.ok(error instanceof OpenAI.BadRequestError);
+        assert.equal(error.param, param);
+        return true;
+      });
+    }
+  },
+};
+
 let numFailed = 0;
-for (const [name, check] of Object.entries(checks)) {
+for (const [name, check] of Object.entries({ ...(model && writing), ...(voice && speaking) })) {
   try {
     await check();
     console.log(`held    ${name}`);

@@ -18,11 +18,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from motet.deploy.demo import free_port, wait_ready
+from motet.models.registry import installed
 
 HERE = Path(__file__).resolve().parent
 VENVS = Path(os.environ.get("MOTET_VENVS") or Path.home() / ".cache/motet/venvs")
 MODEL = "smollm2-135m-instruct"
 CONTEXT = 192  # tokens: a request without max_tokens ends within the fuzzer's patience
+VOICE = "motet-voice"
+SPEECH = "^/v1/audio/(speech|voices)$"  # what a server with a voice alone is asked for
 CHECKS = (
     "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,"
     "response_headers_conformance,negative_data_rejection,unsupported_method"
@@ -56,11 +59,11 @@ def build_openai(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def running_server() -> Iterator[str]:
-    """`motet serve` on the packaged model with a short context, ready for requests; ended by SIGTERM. Gives its URL."""
+def running_server(model: str, *options: str) -> Iterator[str]:
+    """`motet serve` on a packaged model, ready for requests; ended by SIGTERM. Gives its URL."""
     port = free_port()
-    command = [sys.executable, "-m", "motet.deploy.cli", "serve", MODEL, "--port", str(port), "--preload"]
-    child = subprocess.Popen([*command, "--max-model-len", str(CONTEXT)], stdin=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "motet.deploy.cli", "serve", model, "--port", str(port), "--preload"]
+    child = subprocess.Popen([*command, *options], stdin=subprocess.DEVNULL)
     try:
         wait_ready(child, f"http://127.0.0.1:{port}")
         yield f"http://127.0.0.1:{port}"
@@ -72,13 +75,14 @@ def running_server() -> Iterator[str]:
         child.wait()
 
 
-def run_openai(folder: Path, url: str) -> bool:
+def run_openai(folder: Path, url: str, **models: str) -> bool:
+    """The script's checks of a model that writes (MODEL=...) or speaks (VOICE=...)."""
     shutil.copy(HERE / "openai_client.mjs", folder)
-    environment = {**os.environ, "BASE_URL": f"{url}/v1", "MODEL": MODEL}
+    environment = {**os.environ, "BASE_URL": f"{url}/v1", **models}
     return subprocess.run(["node", "openai_client.mjs"], cwd=folder, env=environment, timeout=300).returncode == 0
 
 
-def run_schemathesis(folder: Path, url: str) -> bool:
+def run_schemathesis(folder: Path, url: str, *options: str) -> bool:
     """Requests from /openapi.json, valid and broken: no 5xx, no broken one accepted, answers as documented.
 
     One worker: two parse Python at once in the fuzzer, which CPython 3.11 answers with "recursion depth mismatch".
@@ -86,7 +90,12 @@ def run_schemathesis(folder: Path, url: str) -> bool:
     command = [str(folder / "bin/schemathesis"), "run", f"{url}/openapi.json", "--checks", CHECKS]
     command += ["--phases", "examples,coverage,fuzzing", "--max-examples", "25", "--seed", "1", "--workers", "1"]
     command += ["--request-timeout", "120", "--generation-database", "none", "--no-shrink", "--continue-on-failure"]
-    return subprocess.run(command, cwd=folder, timeout=600).returncode == 0
+    return subprocess.run([*command, *options], cwd=folder, timeout=600).returncode == 0
+
+
+def spoken_by() -> str:
+    """The voice to be judged: the packaged one, or the folder that $MOTET_VOICE names; "" when there is none."""
+    return os.environ.get("MOTET_VOICE") or (VOICE if VOICE in (spec.id for spec in installed()) else "")
 
 
 def run_same_text() -> bool:
@@ -98,14 +107,20 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         fuzzer = built("schemathesis", HERE / "schemathesis.txt", build_schemathesis)
         client = built("openai-npm", HERE / "package.json", build_openai) if shutil.which("npm") else None
-        url = stack.enter_context(running_server())
+        url = stack.enter_context(running_server(MODEL, "--max-model-len", str(CONTEXT)))
         if client is None:
             print("referee openai-npm: npm is not installed here (Debian: apt-get install npm); not run", flush=True)
         else:
-            verdicts["openai-npm"] = run_openai(client, url)
+            verdicts["openai-npm"] = run_openai(client, url, MODEL=MODEL)
         verdicts["schemathesis"] = run_schemathesis(fuzzer, url)
         if client is not None:
-            verdicts["openai-npm after the fuzzing"] = run_openai(client, url)
+            verdicts["openai-npm after the fuzzing"] = run_openai(client, url, MODEL=MODEL)
+        stack.close()
+        if voice := spoken_by():
+            url = stack.enter_context(running_server(voice))
+            verdicts["schemathesis of speech"] = run_schemathesis(fuzzer, url, "--include-path-regex", SPEECH)
+            if client is not None:
+                verdicts["openai-npm on speech after the fuzzing"] = run_openai(client, url, VOICE="default")
     for name, held in verdicts.items():
         print(f"referee {name}: {'held' if held else 'FAILED'}")
     return 0 if all(verdicts.values()) else 1

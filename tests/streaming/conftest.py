@@ -17,6 +17,7 @@ from motet.streaming.config import ServedModel, ServerConfig
 from motet.streaming.server import serve
 
 from .fake_engine import ASR, MODEL, FakeEngine, write_tokenizer
+from .fake_voice import TTS, write_voice
 
 
 @dataclass
@@ -43,7 +44,7 @@ class Running:
 
 @pytest.fixture(scope="session")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    return write_voice(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def _servers(source: Path) -> Iterator[Callable[..., Running]]:
 
     def start(**options: Any) -> Running:
         engine = FakeEngine(source)
-        models = (ServedModel(id=MODEL), ServedModel(id=ASR, kind="asr"))
+        models = (ServedModel(id=MODEL), ServedModel(id=ASR, kind="asr"), ServedModel(id=TTS, kind="tts"))
         config = ServerConfig(**{"port": 0, "models": models, "shutdown_timeout_s": 2.0, **options})
         ready = threading.Event()
         parts: dict[str, Any] = {}

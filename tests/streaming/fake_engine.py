@@ -21,12 +21,14 @@ from motet.engine.errors import EngineDead, ErrorInfo, MotetError
 from motet.engine.types import (
     Aborted,
     AnyEvent,
+    AnyRequest,
     AudioRequest,
     Done,
     EmbeddingSpan,
     Failed,
     ModelInfo,
     Request,
+    SpeechRequest,
     Timing,
     TokenLogprob,
     Tokens,
@@ -96,8 +98,10 @@ def write_tokenizer(folder: Path) -> Path:
 
 if __name__ == "__main__":
     from fake_recogniser import FakeRecogniser
+    from fake_voice import TTS, FakeVoice, write_voice
 else:
     from .fake_recogniser import FakeRecogniser
+    from .fake_voice import TTS, FakeVoice, write_voice
 
 
 class FakeEngine:
@@ -128,21 +132,22 @@ class FakeEngine:
         self.refuse_first: int | None = None  # how many requests get `submit_error`; None: all
         self.alive = True
         self.answer_s = 0.0  # how long stats and health take
-        self.live: dict[str, Request | AudioRequest] = {}
+        self.live: dict[str, AnyRequest] = {}
         self.ended: dict[str, str] = {}  # id -> "stop", "length", "abort: reason", "failed"
         self.requests: list[Request] = []
         self.audio: list[AudioRequest] = []
         self.appended = 0  # bytes of live audio
         self.hold_audio = False  # live audio is not looked at
         self.inboxes: dict[str, asyncio.Queue[tuple[bytes, bool]]] = {}
+        self.voices: dict[str, FakeVoice] = {}  # those that have spoken, in their order
         self._stops: dict[str, str] = {}
 
-    async def submit(self, request: Request | AudioRequest) -> AsyncIterator[AnyEvent]:
+    async def submit(self, request: AnyRequest) -> AsyncIterator[AnyEvent]:
         assert request.request_id not in self.live, "the server makes ids that differ"
         self.live[request.request_id] = request
         how = "abort: closed"
         try:
-            async for event in self._hear(request) if isinstance(request, AudioRequest) else self._say(request):
+            async for event in self._events(request):
                 if isinstance(event, Done):
                     how = event.finish_reason
                 elif isinstance(event, Failed):
@@ -156,6 +161,32 @@ class FakeEngine:
             del self.live[request.request_id]
             self.inboxes.pop(request.request_id, None)
             self.ended[request.request_id] = how
+
+    def _events(self, request: AnyRequest) -> AsyncIterator[AnyEvent]:
+        if isinstance(request, AudioRequest):
+            return self._hear(request)
+        return self._speak(request) if isinstance(request, SpeechRequest) else self._say(request)
+
+    async def _speak(self, request: SpeechRequest) -> AsyncIterator[AnyEvent]:
+        async def step() -> None:
+            await asyncio.sleep(self.step_s)
+
+        def stopped() -> str:
+            return self._stops.get(request.request_id, "")
+
+        voice = self.voices[request.request_id] = FakeVoice(request, asyncio.Queue(), stopped, step)
+        if self.submit_error is not None:
+            yield Failed(request_id=request.request_id, error=self.submit_error.info())
+            return
+        await asyncio.sleep(self.first_s)
+        count = 0
+        async for event in voice.events():
+            if self.fail_after is not None and count >= self.fail_after:
+                error = ErrorInfo(kind="EngineDead", message="the engine ended", code="engine_dead")
+                yield Failed(request_id=request.request_id, error=error)
+                return
+            count += 1
+            yield event
 
     async def _hear(self, request: AudioRequest) -> AsyncIterator[AnyEvent]:
         self.audio.append(request)
@@ -235,6 +266,8 @@ class FakeEngine:
         self.appended += len(pcm)
         if request_id in self.inboxes:
             self.inboxes[request_id].put_nowait((pcm, last))
+        if request_id in self.voices:
+            self.voices[request_id].inbox.put_nowait((token_ids, last))
 
     async def update(self, request_id: str, *, priority: int | None = None, deadline: float | None = None) -> None: ...
 
@@ -242,11 +275,14 @@ class FakeEngine:
         self._stops.setdefault(request_id, reason)
         if request_id in self.inboxes:
             self.inboxes[request_id].put_nowait((b"", True))
+        if request_id in self.voices:
+            self.voices[request_id].inbox.put_nowait(([], True))
 
     async def load(self, model: str) -> ModelInfo:
         if not self.alive:
             raise EngineDead("the engine is not running")
-        return self.info if model == MODEL else msgspec.structs.replace(self.info, model=model, kind="asr")
+        kind = {MODEL: "llm", TTS: "tts"}.get(model, "asr")
+        return self.info if model == MODEL else msgspec.structs.replace(self.info, model=model, kind=kind)
 
     async def stats(self) -> dict[str, Any]:
         await asyncio.sleep(self.answer_s)
@@ -290,7 +326,7 @@ def main() -> int:
     parser.add_argument("--reply", default="Hello, wörld! 🎉")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        source = write_tokenizer(Path(folder))
+        source = write_voice(write_tokenizer(Path(folder)))
 
         async def start() -> FakeEngine:
             await asyncio.sleep(arguments.load_s)
@@ -298,7 +334,7 @@ def main() -> int:
 
         config = ServerConfig(
             port=arguments.port,
-            models=(ServedModel(id=MODEL), ServedModel(id=ASR, kind="asr")),
+            models=(ServedModel(id=MODEL), ServedModel(id=ASR, kind="asr"), ServedModel(id=TTS, kind="tts")),
             shutdown_timeout_s=arguments.shutdown_timeout_s,
         )
         code = run(config, start)

@@ -88,7 +88,7 @@ def test_one_line_when_ready_and_no_heavy_imports() -> None:
         assert early.status == 503 and json.loads(early.body)["status"] == "starting"
         refused = post(port, CHATS, {"messages": [{"role": "user", "content": "hi"}]})
         assert (refused.status, refused.error["code"]) == (503, "model_loading") and "retry-after" in refused.headers
-        assert until_ready(child) == f"Motet serves 2 models on http://127.0.0.1:{port}\n"
+        assert until_ready(child) == f"Motet serves 3 models on http://127.0.0.1:{port}\n"
         wait_for(port, "/readyz", 200)
         started = time.monotonic()
         child.send_signal(signal.SIGINT)
