@@ -6,6 +6,7 @@
 // number of threads.
 #pragma once
 
+#include "few.h"
 #include "kernels.h"
 #include "pairs.h"
 #include "turn.h"
@@ -208,6 +209,15 @@ inline void load_scales(const int8_t* const* row, int64_t dim, int64_t count, fl
 template <class T>
 inline void load_scales(const T* const*, int64_t, int64_t, float*) {}
 
+// The same of groups of 16 rows, S elements apart.
+template <int64_t S>
+inline void load_scales_of(const int8_t* const* group, int64_t dim, int64_t num_groups, float* scales) {
+  for (int64_t g = 0; g < num_groups; ++g)
+    for (int64_t t = 0; t < 16; ++t) memcpy(scales + g * 16 + t, group[g] + t * S + dim, 4);
+}
+template <int64_t S, class T>
+inline void load_scales_of(const T* const*, int64_t, int64_t, float*) {}
+
 struct Parts {  // of scratch, in floats; W-aligned where the widths are
   float *q, *scores, *turned, *values, *zeros, *factors, *key_scales, *value_scales;
   int32_t *seen, *any;
@@ -300,6 +310,88 @@ void attend_many(const Attention& a, const AttentionPart& part, const Parts& at,
 }
 #endif
 
+#if defined(MOTET_PAIRS)
+// Where groups of 16 rows of kv indices begin..end (kChunk at most, begin a multiple of 16) of one head start.
+template <class T>
+inline void locate_groups(const Attention& a, const AttentionPart& part, int64_t begin, int64_t end, const T** group) {
+  const int32_t* blocks = a.tables + part.seq * a.table_stride;
+  const T* head = (const T*)a.kv + part.kv_head * a.kv_head;
+  int64_t block = begin / a.block_size, token = begin % a.block_size;
+  for (int64_t index = begin; index < end; index += 16) {
+    *group++ = head + blocks[block] * a.kv_block + token * a.kv_token;
+    if ((token += 16) == a.block_size) token = 0, ++block;
+  }
+}
+
+// Whether attend_few can do it: whole groups in each block, row behind row, and every query sees everything.
+template <class P, int D>
+inline bool is_few(const Attention& a, const AttentionPart& part, int32_t* seen) {
+  if (a.dim != D || a.kv_token != D + (P::scaled ? motet::kScaleBytes : 0) || a.block_size % 16 || part.lo % 16)
+    return false;
+  for (int64_t row = part.row_begin; row < part.row_end; ++row)
+    if (!visible(a, part.seq, row, part.lo, part.hi - part.lo, seen)) return false;
+  return true;
+}
+
+// kFew queries at most that see all of their chunk.
+template <class P, int D>
+void attend_few(const Attention& a, const AttentionPart& part, const Parts& at, float* top, float* sum, float* mix) {
+  typedef typename P::Stored T;
+  constexpr int64_t S = D + (P::scaled ? motet::kScaleBytes : 0), pairs = D / 2;
+  const int64_t group = a.num_heads / a.num_kv_heads, num_queries = (part.row_end - part.row_begin) * group;
+  const int64_t count = part.hi - part.lo, num_groups = (count + 15) / 16, padded = num_groups * 16;
+  const T *key[kGroups], *value[kGroups], *next[kGroups];
+  locate_groups(a, part, part.lo, part.hi, key);
+  for (int64_t g = 0; g < num_groups; ++g) value[g] = key[g] + a.kv_part;
+  if (const int64_t rest = count % 16) {  // nobody sees what lies behind these rows
+    T *last_keys = (T*)at.values, *last_values = (T*)(at.values + 16 * D);
+    memset((void*)last_keys, 0, 16 * S * sizeof(T)), memset((void*)last_values, 0, 16 * S * sizeof(T));
+    memcpy((void*)last_keys, (const void*)key[num_groups - 1], rest * S * sizeof(T));
+    memcpy((void*)last_values, (const void*)value[num_groups - 1], rest * S * sizeof(T));
+    key[num_groups - 1] = last_keys, value[num_groups - 1] = last_values;
+  }
+  const int64_t num_next = part.next_hi > part.hi ? (part.next_hi - part.hi + 15) / 16 : 0;
+  if (num_next) locate_groups(a, part, part.hi, part.next_hi, next);
+
+  uint32_t *q = (uint32_t*)at.q, *spread = (uint32_t*)at.turned;
+  float* scores = at.scores;
+  for (int64_t n = 0; n < num_queries; ++n)
+    at.factors[n] = P::query(
+        (const bf16*)a.q + (part.row_begin + n / group) * a.q_row + (part.kv_head * group + n % group) * a.q_head, D,
+        pairs, a.scale, q + n * pairs);
+  spread_words(q, num_queries * pairs, spread);
+  for (int64_t n = 0; n < num_queries;) {
+    const uint32_t* words = spread + n * pairs * 4;
+    const auto ask = n == 0 ? value : nullptr;
+    float *f = at.factors + n, *s = scores + n * kChunk;
+    switch (num_queries - n) {
+      case 1: score_groups<P, D, 1>(words, key, ask, num_groups, f, s), n += 1; break;
+      case 2: score_groups<P, D, 2>(words, key, ask, num_groups, f, s), n += 2; break;
+      case 3:
+      case 5:
+      case 6: score_groups<P, D, 3>(words, key, ask, num_groups, f, s), n += 3; break;
+      default: score_groups<P, D, 4>(words, key, ask, num_groups, f, s), n += 4;
+    }
+  }
+  load_scales_of<S>(key, D, num_groups, at.key_scales);
+  soften<!P::scaled>(a, part, padded, P::scaled ? at.key_scales : nullptr, at.seen, nullptr, scores, top, sum);
+  load_scales_of<S>(value, D, num_groups, at.value_scales);
+  for (int64_t n = 0; n < num_queries; ++n)
+    at.factors[n] = P::scaled ? P::weights(scores + n * kChunk, padded, at.value_scales) : 1.0f;
+  for (int64_t d = 0; d < D; d += 64)
+    for (int64_t n = 0; n < num_queries;) {
+      const uint32_t* words = (const uint32_t*)scores + n * kChunk;
+      const int64_t ask = n == 0 && d == 0 ? num_next : 0;
+      float *f = at.factors + n, *m = mix + n * D;
+      switch (num_queries - n) {
+        case 1: mix_groups<P, D, 1>(words, value, num_groups, d, next, ask, f, m), n += 1; break;
+        case 2: mix_groups<P, D, 2>(words, value, num_groups, d, next, ask, f, m), n += 2; break;
+        default: mix_groups<P, D, 3>(words, value, num_groups, d, next, ask, f, m), n += 3;
+      }
+    }
+}
+#endif
+
 template <class T>
 void attend_typed(const Attention& a, const AttentionPart& part, float* scratch, float* top, float* sum, float* mix) {
   const int64_t width = motet::padded_dim(a.dim), group = a.num_heads / a.num_kv_heads;
@@ -309,6 +401,14 @@ void attend_typed(const Attention& a, const AttentionPart& part, float* scratch,
   const Parts at(scratch, num_queries, width);
   float *q = at.q, *scores = at.scores, *turned = at.turned;
 
+#if defined(MOTET_PAIRS)
+  if constexpr (sizeof(T) < 4)
+    if (a.q_type == motet::Type::bf16 && num_queries <= kFew) {
+      typedef typename Pairs<T>::type P;
+      if (is_few<P, 64>(a, part, at.seen)) return attend_few<P, 64>(a, part, at, top, sum, mix);
+      if (is_few<P, 128>(a, part, at.seen)) return attend_few<P, 128>(a, part, at, top, sum, mix);
+    }
+#endif
   memset(at.zeros, 0, width * sizeof(float));
 
   const T* key[kChunk];

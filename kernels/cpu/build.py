@@ -25,7 +25,8 @@ import torch
 HERE = Path(__file__).resolve().parent
 # Compiled once, with torch's headers.
 OPERATORS = ("ops.cpp", "attention.cpp", "dense.cpp", "linear.cpp", "layers.cpp", "snake_ops.cpp")
-HEADERS = ("ops.h", "attend.h", "pairs.h", "turn.h", "dense.h", "rows.h", "vector.h", "kernels.h", "gemm.h", "snake.h")
+HEADERS = ("ops.h", "attend.h", "few.h", "pairs.h", "turn.h", "dense.h", "rows.h", "vector.h", "kernels.h", "gemm.h",
+           "snake.h")  # fmt: skip
 SOURCES = (*OPERATORS, "table.cpp", "snake.cpp", "int8.cpp", *HEADERS)
 KERNEL_FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 OPS_FLAGS = ("-O2", "-Wno-psabi", "-Wno-unknown-pragmas")

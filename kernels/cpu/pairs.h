@@ -278,19 +278,24 @@ void score_many(const uint32_t* q, int64_t num_queries, const uint32_t* turned, 
   }
 }
 
+// Each word four times over, in the order that score_rows wants: words [count] -> [count / 16][4][16].
+inline void spread_words(const uint32_t* q, int64_t count, uint32_t* to) {
+  for (int64_t i = 0; i < count; i += 16) {
+    const __m512i words = _mm512_loadu_si512(q + i);
+    _mm512_storeu_si512(to + i * 4, _mm512_shuffle_epi32(words, (_MM_PERM_ENUM)0x00));
+    _mm512_storeu_si512(to + i * 4 + 16, _mm512_shuffle_epi32(words, (_MM_PERM_ENUM)0x55));
+    _mm512_storeu_si512(to + i * 4 + 32, _mm512_shuffle_epi32(words, (_MM_PERM_ENUM)0xaa));
+    _mm512_storeu_si512(to + i * 4 + 48, _mm512_shuffle_epi32(words, (_MM_PERM_ENUM)0xff));
+  }
+}
+
 // The same of kFew queries at most straight from the rows of `padded` keys; asks for the values, too. Scratch of
 // 32 * pairs floats.
 template <class P>
 void score_pairs(const uint32_t* q, int64_t num_queries, const typename P::Stored* const* key,
                  const typename P::Stored* const* value, int64_t padded, int64_t dim, int64_t pairs,
                  const float* factor, uint32_t* scratch, float* scores) {
-  for (int64_t i = 0; i < num_queries * pairs; i += 16) {
-    const __m512i words = _mm512_loadu_si512(q + i);
-    _mm512_storeu_si512(scratch + i * 4, _mm512_shuffle_epi32(words, (_MM_PERM_ENUM)0x00));
-    _mm512_storeu_si512(scratch + i * 4 + 16, _mm512_shuffle_epi32(words, (_MM_PERM_ENUM)0x55));
-    _mm512_storeu_si512(scratch + i * 4 + 32, _mm512_shuffle_epi32(words, (_MM_PERM_ENUM)0xaa));
-    _mm512_storeu_si512(scratch + i * 4 + 48, _mm512_shuffle_epi32(words, (_MM_PERM_ENUM)0xff));
-  }
+  spread_words(q, num_queries * pairs, scratch);
   for (int64_t n = 0; n < num_queries;) {
     const uint32_t* spread = scratch + n * pairs * 4;
     const float* f = factor + n;
