@@ -10,13 +10,16 @@ from collections.abc import Sequence
 import torch
 
 from ..attention import SCALE_BYTES
+from ..sage_attention import MAX_HEAD_DIM as MAX_DENSE_HEAD_DIM
 from .activation import gelu_tanh_mul, silu_mul
 from .attention import paged_attention
 from .cache import QUANTIZED, copy_slots, store_kv
 from .libraries import dense
+from .linear import quantize_rows_on_gpu
 from .norm import MAX_FEATURES, rms_norm, rms_norm_residual
 from .rotary import apply_rotary, rotary_store_kv
 from .rounding import INTERPRETED
+from .sage_attention import sage_attention
 from .sampling import sample
 
 __all__ = [
@@ -25,9 +28,11 @@ __all__ = [
     "dense",
     "gelu_tanh_mul",
     "paged_attention",
+    "quantize_rows_on_gpu",
     "rms_norm",
     "rms_norm_residual",
     "rotary_store_kv",
+    "sage_attention",
     "sample",
     "silu_mul",
     "store_kv",
@@ -69,6 +74,16 @@ def can_attend(q: torch.Tensor, kv: torch.Tensor) -> bool:
     return (
         q.dtype in _TYPES and q.stride(-1) == 1 and q.shape[1] <= MAX_HEADS_PER_KV * kv.shape[2] and _can_cache(kv, dim)
     )
+
+
+def can_attend_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """For SageAttention, in fp16 products or FP8."""
+    known = all(t.dtype in _TYPES and t.stride(-1) == 1 for t in (q, k, v))
+    return known and q.shape[-1] <= MAX_DENSE_HEAD_DIM and _has_e4m3(q.device)
+
+
+def can_quantize_rows(x: torch.Tensor) -> bool:
+    return x.dtype in _TYPES and x.dim() == 2 and x.shape[0] > 0 and _has_e4m3(x.device)
 
 
 def can_rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from motet.benchmarks import gpu, gpu_speech
+from motet.benchmarks import gpu, gpu_diffusion, gpu_speech
 from motet.benchmarks.claims import KEYS
 
 # Runs the script as the lent machine would: no installed motet, and of third parties only torch, triton, numpy and theirs.
@@ -33,7 +33,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("script", [gpu, gpu_speech])
+@pytest.mark.parametrize("script", [gpu, gpu_speech, gpu_diffusion])
 def test_every_claim_is_measured_on_a_bare_machine(tmp_path: Path, script: ModuleType) -> None:
     out = tmp_path / "gpu.json"
     ran = subprocess.run(

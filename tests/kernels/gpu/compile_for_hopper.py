@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from motet.kernels.attention import PagedBatch
-from motet.kernels.gpu import attention, linear, ops
+from motet.kernels.gpu import attention, linear, ops, sage_attention
 from motet.kernels.linear import quantize_int4, quantize_int8
 from motet.kernels.sampling import SamplingRows
 
@@ -93,6 +93,15 @@ def main() -> None:
         kv = torch.zeros(2, 2, 8, 16, width, dtype=dtype)
         assert ops.can_attend(q, kv)
         attention.paged_attention(q, kv, batch, 0, scale=0.1, **options)
+
+    for dim, scales, product, lens in (
+        (128, "thread", "fp16", None),
+        (64, "thread", "fp8", torch.zeros(1, dtype=torch.int64)),
+        (128, "block", "fp8", None),
+    ):
+        q = torch.zeros(1, 256, 2, dim, dtype=bf16)
+        options: dict[str, Any] = {"tail": 0, "scale": 0.1, "causal": False, "return_lse": False}
+        sage_attention.sage_attention(q, q, q, lens, scales=scales, product=product, **options)
 
     qkv, slots = torch.zeros(4, 48, 128, dtype=bf16), torch.zeros(4, dtype=torch.int64)
     q, k, v = qkv[:, :32], qkv[:, 32:40], qkv[:, 40:]

@@ -20,6 +20,10 @@ KERNELS = {
     "quantized_matmul_kernel",
     "dequantize_kernel",
     "quantize_rows_kernel",
+    "reduce_kernel",
+    "quantize_kernel",
+    "values_kernel",
+    "sage_kernel",
 }
 
 
@@ -30,5 +34,6 @@ def test_kernels_compile_for_hopper() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     assert {name for name, *_ in lines} == KERNELS
-    # Prefill's products run on Hopper's own matrix instructions.
+    # Prefill's products run on Hopper's own matrix instructions, and all of SageAttention's.
     assert any(name == "attention_kernel" and not line[-1].endswith("=0") for name, *line in lines)
+    assert not any(name == "sage_kernel" and line[-1].endswith("=0") for name, *line in lines)
