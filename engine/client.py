@@ -19,7 +19,7 @@ from .errors import DuplicateRequest, EngineDead, MotetError, Unavailable, from_
 from .frames import Abort, Append, Call, Progress, Reply, Submit, ToHost, Update
 from .host import BuildEngine, EngineHost
 from .threads import prepare_threads
-from .types import TERMINAL, Aborted, AnyEvent, AnyRequest, Audio, EmbeddingSpan, Failed, ModelInfo, Tokens
+from .types import TERMINAL, Aborted, AnyEvent, AnyRequest, Audio, Denoising, EmbeddingSpan, Failed, ModelInfo, Tokens
 
 OnProgress = Callable[[Progress], None]
 
@@ -70,16 +70,18 @@ class EngineClient(Protocol):
 
 class Mailbox:
     """One request's events on the reader's side. Text is never too much: consecutive Tokens merge, and max_tokens bounds
-    them. Audio is: with more than `MAX_AUDIO_BYTES` of it unread the mailbox is `overrun` and takes no more."""
+    them. Audio is: with more than `MAX_AUDIO_BYTES` of it unread the mailbox is `overrun` and takes no more. Of previews the
+    newest of each picture is kept, the others lose their pixels."""
 
     MAX_AUDIO_BYTES = 120 * 48_000  # 120 s at 24 kHz, 16 bit
 
-    __slots__ = ("_audio_bytes", "_events", "_wake", "ended", "overrun", "sent")
+    __slots__ = ("_audio_bytes", "_events", "_previews", "_wake", "ended", "overrun", "sent")
 
     def __init__(self) -> None:
         self._events: list[AnyEvent] = []
         self._wake = asyncio.Event()
         self._audio_bytes = 0  # unread
+        self._previews: dict[int, Denoising] = {}  # unread, by picture
         self.overrun = False
         self.sent = asyncio.Event()  # the request is on its way, or has ended before
         self.ended = False  # its terminal event has come
@@ -96,6 +98,11 @@ class Mailbox:
             if self.overrun:
                 return
             self._audio_bytes += len(event.pcm)
+        if isinstance(event, Denoising) and event.preview is not None:
+            older = self._previews.get(event.index)
+            if older is not None:
+                older.preview = None
+            self._previews[event.index] = event
         last = self._events[-1] if self._events else None
         if isinstance(event, Tokens) and isinstance(last, Tokens):
             last.token_ids.extend(event.token_ids)
@@ -115,6 +122,7 @@ class Mailbox:
             await self._wake.wait()
         events, self._events = self._events, []
         self._audio_bytes = 0
+        self._previews = {}
         return events
 
 

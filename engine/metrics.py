@@ -95,6 +95,18 @@ _STATS: Mapping[str, tuple[str, str, bool]] = {
     "underruns": ("motet_tts_underruns", "Times that a listener in real time had nothing to play.", True),
     "underrun_seconds": ("motet_tts_underrun_seconds", "Seconds that listeners had nothing to play.", True),
     "cut_utterances": ("motet_tts_cut_utterances", "Utterances that did not end by themselves.", True),
+    "diffusion_steps": ("motet_diffusion_steps", "Denoise steps of a batch of rows.", True),
+    "diffusion_rows": ("motet_diffusion_rows", "Rows in those steps: guidance branches of pictures.", True),
+    "diffusion_skipped_rows": ("motet_diffusion_skipped_rows", "Rows for which a step cache left blocks out.", True),
+    "diffusion_running_rows": ("motet_diffusion_running_rows", "Rows that are being denoised.", False),
+    "pictures": ("motet_diffusion_pictures", "Pictures that were made.", True),
+    "picture_previews": ("motet_diffusion_previews", "Previews that were sent.", True),
+    "failed_pictures": ("motet_diffusion_failures", "Requests for pictures that ended by an error.", True),
+    "prompt_cache_queries": ("motet_diffusion_prompt_cache_queries", "Prompts looked up among those encoded.", True),
+    "prompt_cache_hits": ("motet_diffusion_prompt_cache_hits", "Prompts found there.", True),
+    "encode_seconds": ("motet_diffusion_encode_seconds", "Seconds that the encode stage worked.", True),
+    "denoise_seconds": ("motet_diffusion_denoise_seconds", "Seconds that the denoise stage worked.", True),
+    "decode_seconds": ("motet_diffusion_decode_seconds", "Seconds that the decode stage worked.", True),
     "active_streams": ("motet_active_streams", "Live streams: listened to by a recogniser, spoken by a voice.", False),
 }
 

@@ -166,7 +166,9 @@ class SpeechRequest(msgspec.Struct, kw_only=True, tag="speech"):
     request_id: str
     model: str
     utterances: list[list[int]] = []
-    params: SamplingParams | None = None  # None: the voice's own; masks, stop ids and length limits are always the voice's
+    params: SamplingParams | None = (
+        None  # None: the voice's own; masks, stop ids and length limits are always the voice's
+    )
     priority: int = 0
     deadline: float | None = None  # seconds from submit to the first audio; None: the engine's own goal
     cache_salt: str = ""
@@ -174,7 +176,36 @@ class SpeechRequest(msgspec.Struct, kw_only=True, tag="speech"):
     attempt: int = 0
 
 
-AnyRequest: TypeAlias = Request | AudioRequest | SpeechRequest
+class ImageRequest(msgspec.Struct, kw_only=True, tag="image_request"):
+    """One request for pictures. Zero, "" and None mean: the model's own (its card says which: `ModelInfo.extra`).
+
+    Picture i of `n` is made from seed `seed + i`, from noise drawn on the CPU: the same seed makes the same picture whatever
+    runs beside it (up to the last bits of a batched matrix product), alone or as one of `n`. With `image`, uint8 [H, W, 3]
+    of the size asked for, the picture begins as that one with noise added: `strength` 1 forgets it, near 0 keeps it.
+    """
+
+    request_id: str
+    model: str
+    prompt: str
+    negative_prompt: str = ""
+    width: int = 0
+    height: int = 0
+    num_steps: int = 0
+    guidance_scale: float | None = None
+    seed: int = 0  # the frontend draws one where the caller gave none
+    n: int = 1
+    solver: str = ""
+    strength: float = 0.8  # only with `image`
+    image: Blob | None = None
+    preview_every: int = 0  # steps between previews; 0: none
+    priority: int = 0
+    deadline: float | None = (
+        None  # seconds from submit; waiting longer to be started raises the priority, nothing is dropped
+    )
+    attempt: int = 0
+
+
+AnyRequest: TypeAlias = Request | AudioRequest | SpeechRequest | ImageRequest
 
 
 # ----------------------------------------------------------------------------------------------------------- events
@@ -295,6 +326,24 @@ class Audio(Event, tag="audio", kw_only=True):
     last: bool = False  # the utterance ends with this piece (which may be empty)
 
 
+class Denoising(Event, tag="denoising", kw_only=True):
+    """Picture `index` has `step` of `num_steps` steps behind it. `preview`, uint8 [H, W, 3], is what it looks like so far;
+    it may come a few steps late, with the step at which it was taken."""
+
+    step: int
+    num_steps: int
+    index: int = 0
+    preview: Blob | None = None
+
+
+class Picture(Event, tag="picture", kw_only=True):
+    """A finished picture, uint8 [H, W, 3], and the seed that makes it again alone."""
+
+    index: int
+    seed: int
+    image: Blob
+
+
 FinishReason: TypeAlias = Literal["stop", "length"]
 
 
@@ -321,7 +370,9 @@ class Failed(Event, tag="failed", kw_only=True):
     error: ErrorInfo
 
 
-AnyEvent: TypeAlias = Tokens | Pooled | Recognized | Partial | Speech | Audio | Done | Aborted | Failed
+AnyEvent: TypeAlias = (
+    Tokens | Pooled | Recognized | Partial | Speech | Audio | Denoising | Picture | Done | Aborted | Failed
+)
 TERMINAL = (Done, Aborted, Failed)
 
 

@@ -127,9 +127,11 @@ def _check_name(name: str) -> None:
 
 
 def _kind_of(path: Path) -> str:
-    """What a directory's config.json says it is; "llm" unless it names another kind that we know."""
+    """What a directory's files say it is; "llm" unless they name another kind that we know."""
     if _is_ctranslate2_whisper(path / "model.bin"):
         return "asr"
+    if (path / "motet_image.json").is_file() or (path / "model_index.json").is_file():  # ours; that of diffusers
+        return "image"
     from .speech_format import is_voice  # reads tokenizers: not for those who only list names
 
     if is_voice(path):

@@ -7,7 +7,7 @@ from typing import Any
 
 from motet.engine.client import HostClient, Mailbox
 from motet.engine.frames import Abort, Submit, ToHost
-from motet.engine.types import Aborted, AnyEvent, Audio, SpeechRequest
+from motet.engine.types import Aborted, AnyEvent, Audio, Blob, Denoising, SpeechRequest
 
 SECOND = bytes(48_000)
 
@@ -64,5 +64,21 @@ def test_who_reads_may_hear_any_length() -> None:
             mailbox.put(audio(100))
             await mailbox.take()
         assert not mailbox.overrun
+
+    asyncio.run(scenario())
+
+
+def test_of_unread_previews_the_newest_of_each_picture_is_kept() -> None:
+    async def scenario() -> None:
+        box, pixels = Mailbox(), Blob(dtype="uint8", shape=(1, 1, 3), data=b"abc")
+        for step in range(1, 5):
+            for index in range(2):
+                shown = pixels if step < 4 else None
+                box.put(Denoising(request_id="x", step=step, num_steps=9, index=index, preview=shown))
+        events = await box.take()
+        kept = [(e.step, e.index) for e in events if isinstance(e, Denoising) and e.preview is not None]
+        assert kept == [(3, 0), (3, 1)] and len(events) == 8
+        box.put(Denoising(request_id="x", step=5, num_steps=9, preview=pixels))
+        assert events[4].preview is not None  # type: ignore[union-attr]  # what was read stays as it was
 
     asyncio.run(scenario())
