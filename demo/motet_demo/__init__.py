@@ -1,7 +1,7 @@
 """Small models that Motet can serve on a fresh machine without any hub, registered through `motet.models`.
 
-Knows which package carries which file, and its licence. Ships no weights but those of a small speaker encoder, and never
-imports the packages that carry the others: importing one may pull in another engine.
+Knows which package carries which file, and its licence. Ships only weights that no package carries (a voice and a speaker
+encoder), and never imports the packages that carry the others: importing one may pull in another engine.
 """
 
 from __future__ import annotations
@@ -53,6 +53,14 @@ def models() -> list[ModelSpec]:
             summary="OpenAI Whisper base, CTranslate2 float16; speech to text in 99 languages, translation to English",
             num_parameters=72_593_920,
             download_mb=150.2,
+        ),
+        ModelSpec(
+            id="motet-voice",
+            kind="tts",
+            locate=lambda: Path(__file__).parent / "weights" / "motet-voice",
+            licence="Apache-2.0; taught by flite's voice rms, under a BSD-like licence",
+            summary="Motet's own English voice: a Llama of codec tokens, Q8_0, and a codec of SNAC's shape, 24 kHz",
+            num_parameters=12_648_000,
         ),
         ModelSpec(
             id="speaker-ge2e",

@@ -26,7 +26,7 @@ from voice_text import LETTERS
 NAME = "motet-voice"
 VOICE = "rms"
 MAX_CHARS = 90
-SAMPLING = {"temperature": 0.3, "top_k": 50}
+SAMPLING = {"temperature": 0.2, "top_k": 50}
 
 
 def speech_config(strides: list[int], size: int) -> dict[str, Any]:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from motet.deploy.demo import Turn, table
+from motet.deploy.voice_demo import first_sentences
 from motet.engine.errors import Unavailable
+from motet.pipelines.media import SAMPLE_RATE, decode_audio
 
 
-def test_the_whole_demo() -> None:
+def test_the_whole_demo(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "motet.deploy.cli", "demo"], capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "motet.deploy.cli", "demo"], capture_output=True, text=True, timeout=300, cwd=tmp_path
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "-- over HTTP, with the openai client" in done.stdout
@@ -25,6 +28,11 @@ def test_the_whole_demo() -> None:
     (live, uploaded) = re.findall(r"word error rate +([\d.]+) % +([\d.]+) %", done.stdout)[0]
     assert float(live) < 15 and float(uploaded) < 15
     assert done.stdout.count("ms after the last sound]") == 10
+    assert "-- motet-voice speaks the answer into motet-demo.wav, whisper-tiny.en listens" in done.stdout
+    spoken = decode_audio(tmp_path / "motet-demo.wav")
+    assert len(spoken) > 2 * SAMPLE_RATE
+    (said,) = re.findall(r"word error rate +([\d.]+) %\n", done.stdout.partition("motet-voice speaks")[2])
+    assert float(said) < 60  # one answer: its exact figure is chance, but noise would not be read at all
     assert "Traceback" not in done.stderr
 
 
@@ -34,6 +42,19 @@ def test_the_table() -> None:
     text = table("model", turn, turn, turn)
     assert "100 ms" in text
     assert "50 % of its prompt" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "limit", "kept"),
+    [
+        ("One. Two is longer.", 100, "One. Two is longer."),
+        ("One. Two is longer.", 12, "One."),
+        ("One is  it?\nTwo is longer.", 14, "One is it?"),
+        ("No mark in all of this", 10, "No mark"),
+    ],
+)
+def test_what_is_spoken_of_an_answer(text: str, limit: int, kept: str) -> None:
+    assert first_sentences(text, limit) == kept
 
 
 def test_a_server_that_ends_early_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
