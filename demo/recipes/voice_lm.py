@@ -176,7 +176,8 @@ def batches(
             batch, widest = [], 0
         batch.append(chosen[at])
         widest = max(widest, int(lengths[at]))
-    made.append(batch)
+    if batch:
+        made.append(batch)
     for index in rng.permutation(len(made)):
         yield made[index]
 
@@ -220,7 +221,8 @@ class Trainer:
     def __init__(self, folder: Path, shape: Shape, *, device: str, tokens: int, rate: float, seed: int) -> None:
         self.folder, self.device, self.tokens, self.rate = folder, torch.device(device), tokens, rate
         examples, self.layout = load_examples(folder)
-        self.held_out = [example for example in examples if len(example.codes)][:128]
+        spoken = [example for example in examples if len(example.codes)]
+        self.held_out = spoken[: min(128, len(spoken) // 10)]
         kept_out = {id(example) for example in self.held_out}
         self.examples = [example for example in examples if len(example.codes) and id(example) not in kept_out]
         self.pronounced = [example for example in examples if not len(example.codes)]
@@ -258,8 +260,9 @@ class Trainer:
         last = saved = time.monotonic()
         recent: list[list[float]] = []
         short = round(SHORT_CODES_S / self.frame_s * self.num_places)
+        some_short = any(len(example.codes) <= short for example in self.examples)
         while True:
-            longest = short if self.spent_s < SHORT_FIRST * budget_s else 10**9
+            longest = short if some_short and self.spent_s < SHORT_FIRST * budget_s else 10**9
             # Beside all that is spoken, some of what is only pronounced: other sentences in every pass.
             num_pronounced = min(len(self.pronounced), round(PRONOUNCED * len(self.examples)))
             others = self.rng.choice(len(self.pronounced), num_pronounced, replace=False) if num_pronounced else []
