@@ -89,13 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if live := [name for name in options.only if name in ("live20", "final_ms")]:
         rows |= attempt(live, lambda: measure_live(setting, live))
     ordered = [rows[name] for name in options.only]
-    broken = any(row.why.startswith(claims.OURS_FAILED) for row in ordered)
-    if options.rehearse:
-        ordered = [dataclasses.replace(row, holds=False, why=f"a rehearsal; {row.why}") for row in ordered]
-    print("\n" + claims.table(ordered), flush=True)
-    if options.json:
-        claims.write_json(ordered, options.json)
-    return 1 if broken else 0
+    return claims.report(ordered, rehearsed=options.rehearse, json_file=options.json)
 
 
 def attempt(names: Sequence[str], measure: Callable[[], list[Row]]) -> dict[str, Row]:

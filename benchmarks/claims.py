@@ -15,7 +15,7 @@ import os
 import platform
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -109,6 +109,18 @@ def attempt(
     except errors as error:
         print(f"  {OURS_FAILED}{error}", flush=True)
         return {name: failed(table[name], f"{OURS_FAILED}{error}") for name in names}
+
+
+def report(rows: Sequence[Row], *, rehearsed: bool, json_file: Path | None) -> int:
+    """Print the table, write the file; the exit status: 1 when we ourselves failed at a claim. A rehearsal holds nothing."""
+    broken = any(row.why.startswith(OURS_FAILED) for row in rows)
+    if rehearsed:
+        # Nobody shall quote these: not even by accident, out of a file.
+        rows = [replace(row, holds=False, why=f"a rehearsal; {row.why}") for row in rows]
+    print("\n" + table(rows), flush=True)
+    if json_file:
+        write_json(rows, json_file)
+    return 1 if broken else 0
 
 
 def not_yet(claim_id: str) -> Row:

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import os
 import signal
 import subprocess
@@ -75,14 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if wanted := [name for name in options.only if name in names]:
             rows |= attempt(wanted, partial(measure, setting, wanted))
     ordered = [rows[name] for name in options.only]
-    broken = any(row.why.startswith(claims.OURS_FAILED) for row in ordered)
-    if options.rehearse:
-        # Nobody shall quote these: not even by accident, out of a file.
-        ordered = [dataclasses.replace(row, holds=False, why=f"a rehearsal; {row.why}") for row in ordered]
-    print("\n" + claims.table(ordered), flush=True)
-    if options.json:
-        claims.write_json(ordered, options.json)
-    return 1 if broken else 0
+    return claims.report(ordered, rehearsed=options.rehearse, json_file=options.json)
 
 
 def groups() -> list[tuple[tuple[str, ...], Measure]]:

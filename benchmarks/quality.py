@@ -20,7 +20,6 @@ Exit status 0 when it ran, 1 when we ourselves could not be measured.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import gc
 import hashlib
 import math
@@ -96,13 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows.append(claims.failed(claim, f"{claims.OURS_FAILED}{error}"))
         say(f"  {claims.table(rows[-1:]).splitlines()[2]}")
         gc.collect()
-    broken = any(row.why.startswith(claims.OURS_FAILED) for row in rows)
-    if options.rehearse:
-        rows = [dataclasses.replace(row, holds=False, why=f"a rehearsal; {row.why}") for row in rows]
-    print("\n" + claims.table(rows), flush=True)
-    if options.json:
-        claims.write_json(rows, options.json)
-    return 1 if broken else 0
+    return claims.report(rows, rehearsed=options.rehearse, json_file=options.json)
 
 
 def read_text(model: Path, sizes: Sizes) -> Windows:

@@ -17,7 +17,6 @@ Nobody else speaks these weights, so the targets are absolute. Exit status 0 whe
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -61,13 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if served := [name for name in options.only if name in SERVED]:
         rows |= attempt(served, lambda: measure_served(setting, served))
     ordered = [rows[name] for name in options.only]
-    broken = any(row.why.startswith(claims.OURS_FAILED) for row in ordered)
-    if options.rehearse:
-        ordered = [dataclasses.replace(row, holds=False, why=f"a rehearsal; {row.why}") for row in ordered]
-    print("\n" + claims.table(ordered), flush=True)
-    if options.json:
-        claims.write_json(ordered, options.json)
-    return 1 if broken else 0
+    return claims.report(ordered, rehearsed=options.rehearse, json_file=options.json)
 
 
 def attempt(names: Sequence[str], measure: Callable[[], list[Row]]) -> dict[str, Row]:

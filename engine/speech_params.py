@@ -6,11 +6,13 @@ change them, and the end-of-sequence id of the checkpoint's configuration never 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from ..models.speech_format import Phase, Sampling
+from .errors import InvalidRequest
 from .types import SamplingParams, StepMask
 
 
@@ -18,6 +20,16 @@ def voice_params(sampling: Sampling, **asked: Any) -> SamplingParams:
     """The voice's own parameters, with what a request asked for (fields of SamplingParams; None: not asked)."""
     own: dict[str, Any] = msgspec.structs.asdict(sampling)
     return SamplingParams(**(own | {name: value for name, value in asked.items() if value is not None}))
+
+
+def check_append(token_ids: Sequence[int], *, last: bool, is_open: bool, has_other: bool) -> None:
+    """Raise InvalidRequest unless this is one more utterance of an open request, or its end; `has_other`: PCM or embeddings."""
+    if has_other:
+        raise InvalidRequest("append: a voice takes the ids of one utterance", param="pcm")
+    if not is_open:
+        raise InvalidRequest("append: this request is unknown or takes no more input", param="request_id")
+    if not token_ids and not last:
+        raise InvalidRequest("append: expected the ids of one utterance, got none", param="token_ids")
 
 
 def phase_params(

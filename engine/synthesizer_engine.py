@@ -37,6 +37,7 @@ from .errors import (
 )
 from .params import check_params
 from .speech_engine import FIRST_AUDIO_BUCKETS, FIRST_AUDIO_S
+from .speech_params import check_append
 from .types import (
     Aborted,
     AnyEvent,
@@ -176,12 +177,9 @@ class SynthesizerEngine:
     ) -> None:
         """One more utterance of an open request; `last` closes it, alone (without ids) or with it. Raises InvalidRequest."""
         speaking = self._requests.get(request_id)
-        if pcm or embeddings:
-            raise InvalidRequest("append: a voice takes the ids of one utterance", param="pcm")
-        if speaking is None or speaking.closed:
-            raise InvalidRequest("append: this request is unknown or takes no more input", param="request_id")
-        if not token_ids and not last:
-            raise InvalidRequest("append: expected the ids of one utterance, got none", param="token_ids")
+        is_open = speaking is not None and not speaking.closed
+        check_append(token_ids, last=last, is_open=is_open, has_other=bool(pcm or embeddings))
+        assert speaking is not None
         now = self._clock()
         if token_ids:
             self._check(token_ids)
