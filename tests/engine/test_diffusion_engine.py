@@ -236,7 +236,9 @@ def test_queues_are_bounded(made: list[DiffusionEngine]) -> None:
     with pytest.raises(Overloaded) as refused:
         one.submit(request("late"))
     assert refused.value.retry_after_s
-    events = run_until(one, lambda _: one.decoder.num_inside == 2 and not one.has_work(), [])
+    # All are encoded by then: while the encoder is at something, "no work" may be a moment's.
+    full = lambda _: one.decoder.num_inside == 2 and not one.encoder.num_inside and not one.has_work()  # noqa: E731
+    events = run_until(one, full, [])
     steps = one.counters.num_steps
     assert one.step() == [] and one.counters.num_steps == steps  # blocked by the decoder alone
     assert one.planner.num_running + one.planner.num_waiting > 0 and 0 < len(one._to_decode) <= 2
