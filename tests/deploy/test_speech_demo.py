@@ -81,7 +81,7 @@ def test_a_stream_at_the_speed_of_speech() -> None:
     samples = (0.5 * np.sin(np.arange(RATE // 2))).astype(np.float32)
     started = time.perf_counter()
     heard = heard_of(server, samples, partials_s=0.5, language="en")
-    assert 0.98 < time.perf_counter() - started < 3
+    assert time.perf_counter() - started > 0.98  # never sooner; how much later is the machine's affair
     assert heard.text == "Half a minute."
     ((first, partial),) = heard.of("partial")
     assert partial["committed"] == " Half" and 0.45 < first < heard.of("segment")[0][0] < heard.of("done")[0][0]
@@ -98,9 +98,8 @@ def test_a_stream_at_the_speed_of_speech() -> None:
 
 
 def test_as_fast_as_it_is_read() -> None:
-    started = time.perf_counter()
-    assert heard_of(ScriptedServer(), np.zeros(20 * RATE, np.float32), pace=0).text == "Half a minute."
-    assert time.perf_counter() - started < 5
+    samples = np.zeros(600 * RATE, np.float32)  # ten minutes: at the speed of speech no test would end
+    assert heard_of(ScriptedServer(), samples, pace=0).text == "Half a minute."
 
 
 def test_what_goes_wrong_is_told() -> None:

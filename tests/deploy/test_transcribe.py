@@ -186,9 +186,7 @@ def test_an_interrupt_leaves_nothing_behind(
     client.delay_s = 0.05
     jobs = [Job(source=write_wav(tmp_path / f"{number}.wav", 30.0), target=None) for number in range(20)]
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-    started = time.monotonic()
     assert main(["transcribe", *(str(job.source) for job in jobs)]) == 130
-    assert time.monotonic() - started < 5
     assert client.num_running == 0 and client.num_closed == 1
     assert "interrupted after 0 of 20 files" in capsys.readouterr().err
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("motet-file")]

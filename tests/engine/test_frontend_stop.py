@@ -58,8 +58,8 @@ def test_limits() -> None:
 
 
 def test_the_largest_set_is_fast() -> None:
-    start = time.monotonic()
+    start = time.process_time()
     stops = ["a" * 900 + "b" * (index + 1) for index in range(MAX_STOPS)]
     matcher = StopMatcher(StopAutomaton(stops))
     assert matcher.feed("a" * 50_000) is None and matcher.num_held == 900
-    assert time.monotonic() - start < 2
+    assert time.process_time() - start < 2

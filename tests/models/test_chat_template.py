@@ -236,14 +236,14 @@ BROKEN = {"center filter", "round"}
 
 @pytest.mark.parametrize("kind", BOMBS)
 def test_a_template_that_never_ends_is_ended(kind: str) -> None:
-    start = time.monotonic()
+    start = time.process_time()
     if kind in BROKEN:
         with pytest.raises(ModelLoadError):
             ChatTemplate(BOMBS[kind])
     else:
         with pytest.raises(InvalidRequest):
             ChatTemplate(BOMBS[kind]).render(_user("x"), seconds=0.3, max_chars=1 << 20)
-    assert time.monotonic() - start < 3
+    assert time.process_time() - start < 3
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -82,9 +81,7 @@ def test_close_is_final_and_twice_is_fine(client: ScriptedClient) -> None:
 def test_close_ends_what_still_waits(client: ScriptedClient) -> None:
     hub = Hub(HostConfig(), client=client)
     future = hub.start(asyncio.sleep(60))
-    started = time.monotonic()
     hub.close()
-    assert time.monotonic() - started < 2
     assert future.cancelled()
 
 

@@ -358,10 +358,10 @@ def test_size_is_looked_at_first(tmp_path: Path) -> None:
     big = tmp_path / "big.wav"
     with big.open("wb") as file:
         file.truncate(10 << 30)  # ten gigabytes that take no room
-    started = time.monotonic()
+    started = time.process_time()
     assert refusal(big).code == "audio_too_large"
     assert refusal(b"x" * 101, MediaLimits(max_input_bytes=100)).code == "audio_too_large"
-    assert time.monotonic() - started < 1
+    assert time.process_time() - started < 1
 
 
 def test_files_that_name_other_files_are_refused(tmp_path: Path) -> None:

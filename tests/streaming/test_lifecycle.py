@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ from motet.streaming.config import ServerConfig
 from motet.streaming.server import serve
 
 from .fake_engine import MODEL
-from .raw_http import Reply, connect, get, head, post, read_reply
+from .raw_http import Reply, connect, ends_within, get, head, post, read_reply
 
 SCRIPT = Path(__file__).with_name("fake_engine.py")
 CHATS = "/v1/chat/completions"
@@ -90,19 +90,17 @@ def test_one_line_when_ready_and_no_heavy_imports() -> None:
         assert (refused.status, refused.error["code"]) == (503, "model_loading") and "retry-after" in refused.headers
         assert until_ready(child) == f"Motet serves 3 models on http://127.0.0.1:{port}\n"
         wait_for(port, "/readyz", 200)
-        started = time.monotonic()
         child.send_signal(signal.SIGINT)
         out, err = child.communicate(timeout=10)
-        assert time.monotonic() - started < 2
         assert child.returncode == 0 and out == "heavy modules: []\n" and "Traceback" not in err
 
 
 def test_sigterm_lets_requests_finish() -> None:
-    with process("--step-s", "0.02") as (child, port):
+    with process("--step-s", "0.02") as (child, port), ExitStack() as kept:
         until_ready(child)
-        running = [start_chat(port, stream=index % 2 == 0, max_tokens=50) for index in range(8)]
+        running = [kept.enter_context(start_chat(port, stream=index % 2 == 0, max_tokens=50)) for index in range(8)]
         time.sleep(0.3)
-        idle = connect(port)
+        idle = kept.enter_context(connect(port))
         child.send_signal(signal.SIGTERM)
         drained = wait_for(port, "/readyz", 503)
         assert json.loads(drained.body)["status"] == "draining" and drained.headers["connection"] == "close"
@@ -113,18 +111,16 @@ def test_sigterm_lets_requests_finish() -> None:
             reply = read_reply(connection)
             assert reply.status == 200 and b"error" not in reply.body
             assert (b"[DONE]" in reply.body) == (index % 2 == 0) and b'"finish_reason":"length"' in reply.body
-        assert child.wait(5) == 0
-        idle.close()
+        assert child.wait(5) == 0 and ends_within(idle, 5)
 
 
 @pytest.mark.parametrize("numbers", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT,)])
 def test_ending_at_once_tells_the_clients(numbers: tuple[signal.Signals, ...]) -> None:
-    with process("--step-s", "0.02") as (child, port):
+    with process("--step-s", "0.02") as (child, port), ExitStack() as kept:
         until_ready(child)
-        stream = start_chat(port, stream=True, max_tokens=3000)
-        whole = start_chat(port, stream=False, max_tokens=3000)
+        stream = kept.enter_context(start_chat(port, stream=True, max_tokens=3000))
+        whole = kept.enter_context(start_chat(port, stream=False, max_tokens=3000))
         time.sleep(0.3)
-        started = time.monotonic()
         for number in numbers:
             child.send_signal(number)
             time.sleep(0.1)
@@ -132,18 +128,18 @@ def test_ending_at_once_tells_the_clients(numbers: tuple[signal.Signals, ...]) -
         assert json.loads(frames[-3][6:])["error"]["code"] == "draining" and frames[-2] == b"data: [DONE]"
         reply = read_reply(whole)
         assert (reply.status, reply.error["code"]) == (503, "draining")
-        assert child.wait(5) == 0 and time.monotonic() - started < 2
+        assert child.wait(5) == 0  # the draining itself would take a minute
 
 
 def test_the_time_for_draining_is_bounded() -> None:
     with process("--step-s", "0.02", "--shutdown-timeout-s", "0.5") as (child, port):
         until_ready(child)
-        stream = start_chat(port, stream=True, max_tokens=3000)
-        time.sleep(0.2)
-        started = time.monotonic()
-        child.send_signal(signal.SIGTERM)
-        assert b'"draining"' in read_reply(stream).body
-        assert child.wait(5) == 0 and 0.4 < time.monotonic() - started < 3
+        with start_chat(port, stream=True, max_tokens=3000) as stream:
+            time.sleep(0.2)
+            started = time.monotonic()
+            child.send_signal(signal.SIGTERM)
+            assert b'"draining"' in read_reply(stream).body
+        assert child.wait(5) == 0 and time.monotonic() - started > 0.4
 
 
 def test_a_reader_that_does_not_read_cannot_hold_the_end_up() -> None:
