@@ -29,6 +29,7 @@ TORCH_FREE = [
     "motet.engine.segmenter",
     "motet.engine.speaking",
     "motet.engine.speech_params",
+    "motet.engine.frontend.pictures",
     "motet.engine.frontend.speech",
     "motet.engine.frontend.text",
     "motet.models.registry",
@@ -38,6 +39,8 @@ TORCH_FREE = [
     "motet.models.gguf",
     "motet.pipelines.types",
     "motet.pipelines.hub",
+    "motet.pipelines.image",
+    "motet.pipelines.picture_file",
     "motet.pipelines.chat",
     "motet.pipelines.media",
     "motet.pipelines.sound_file",
@@ -49,6 +52,8 @@ TORCH_FREE = [
     "motet.deploy.cli",
     "motet.deploy.config",
     "motet.deploy.demo",
+    "motet.deploy.image",
+    "motet.deploy.picture_demo",
     "motet.deploy.serve",
     "motet.deploy.speak",
 ]
@@ -178,6 +183,7 @@ def test_dependencies_are_declared_and_used() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     name = re.compile(r"[A-Za-z0-9_-]+")
     required = {name.match(line)[0].replace("-", "_") for line in project["dependencies"]}  # type: ignore[index]
+    required = {{"pillow": "PIL"}.get(line, line) for line in required}  # the one that is imported by another name
     # imported only where they are asked for
     optional = {"openai", "triton", "xformers", "onnxruntime", "motet_demo", "setuptools"}
     imported = {
@@ -206,16 +212,17 @@ def test_the_server_side_stays_free_of_torch(tmp_path: Path) -> None:
     run_python(code, cwd=tmp_path)
 
 
-def test_transformers_does_not_wake_our_rooms() -> None:
+def test_transformers_and_diffusers_do_not_wake_our_rooms() -> None:
     """With the root first on the path, as in a shell in the checkout, `import kernels` finds ours: nothing must load.
 
-    transformers probes for the package of that name. (diffusers does too; it is not a dependency yet.)
+    Both probe for the package of that name.
     """
     code = (
         "import sys\n"
         f"assert sys.path[0] == '' or sys.path.insert(0, {str(ROOT)!r}) is None\n"
         "from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, Qwen2ForCausalLM\n"
         "from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING\n"
+        "from diffusers import AutoencoderKL, AutoencoderTiny, FluxTransformer2DModel, SD3Transformer2DModel\n"
         "rooms = [n for n in sys.modules if n.startswith(('kernels.', 'models.', 'engine.'))]\n"
         "assert not rooms, rooms\n"
     )
