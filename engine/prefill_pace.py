@@ -1,24 +1,43 @@
 """How many prompt tokens a step may carry while others decode, so that nobody's stream stutters. Policy without tensors.
 
 A step with decodes shall take at most `slowdown` times as long as one that only decodes; longer only where many prompts wait
-beside few streams, since whoever waits for a first token waits too, and a fuller batch is a faster one. Rare short prompts
-need not be cut at all: a small credit of seconds, filled slowly by steps that only decode, pays for one long step, seldom
-enough to stay above the 99th percentile.
+beside few streams, since whoever waits for a first token waits too, and a fuller batch is a faster one. A prompt need not be
+cut where one longer step ends it: a small credit of seconds, filled slowly by steps that only decode, pays for it, seldom
+enough to stay above the 99th percentile. A long prompt does not touch the credit before its end: there it buys least steps
+at the beginning, where tokens are cheap.
 
-Both lengths are learnt from steps that have landed: a decode step's for each number of sequences, a prompt token's from the
-latest chunks alone, since attention makes it dearer as its context grows. Knows no clocks.
+Lengths are learnt from steps that have landed: a decode step's for each number of sequences, and what comes on top of it as
+a sum of what a chunk makes a step do: its tokens, what they look back on, the reading of their context however few they
+are, and the streams' growth since a step last only decoded. So a chunk is cut before its context makes it dear, not after,
+and one slow step in between changes little. Knows no clocks.
 """
 
 from __future__ import annotations
 
-# Tokens of a chunk, whatever it costs: a prompt always gets on. Measured beside 15 streams: with 8, a prompt of 8,000 had its
-# first token after 19.5 s instead of 12, and the 99th percentile of its neighbours' pauses fell from 42 to 39 ms only.
-LEAST = 16
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Tokens of a chunk, whatever it costs: a prompt always gets on. Fewer would help nobody: each further step reads the whole
+# context again, and the streams grow meanwhile. 15 streams beside the last of 8,000 tokens: 4 tokens cost 3.7 ms of attention,
+# 8 cost 4.9, 16 cost 7.3 (two cores of an EPYC Zen 5).
+LEAST = 6
 CREDIT_S = 0.15  # the most that a step may take beyond its pace
 _WEIGHT = 4  # streams that a waiting prompt weighs as much as (64 prompts at once then lose 1 % of throughput, not 5)
 _EARNED = 0.05  # of the time of steps that only decode
 _NEW = 0.25  # weight of the newest decode step
-_NEW_CHUNK = 0.5  # and of the newest chunk
+_NEW_CHUNK = 0.15  # and of the newest chunk, once some have been seen
+# Steps at which tokens, tokens x context, and contexts weigh about the same.
+_TOKENS, _LOOKS, _CONTEXT = 64, 64 * 4096, 4096
+
+Chunk = tuple[int, int]  # where it starts, its tokens
+
+
+@dataclass(kw_only=True)
+class _Decode:
+    """A step that only decodes."""
+
+    seconds: float
+    context: float  # positions that its sequences see, all together
 
 
 class PrefillPace:
@@ -28,41 +47,105 @@ class PrefillPace:
         if not slowdown > 1:
             raise ValueError(f"prefill_slowdown: expected more than 1, got {slowdown}")
         self._slowdown = slowdown
-        self._decode_s: dict[int, float] = {}  # seconds of a step that decodes so many sequences
-        self._token_s = 0.0  # seconds of one more prompt token; 0: not known yet
+        self._decodes: dict[int, _Decode] = {}  # by the number of sequences
+        self._cost: list[float] = []  # seconds of each of `_work`; empty before the first chunk
+        self._num_chunks = 0
+        self._was_slow = False  # the last chunk took much longer than expected
         self._credit_s = CREDIT_S
-        self._paced_s = 0.0  # what the last limit gave, without credit
+        self._paced_s = 0.0  # what the last limit gave
+        self._limit = 0  # and in tokens
 
-    def limit(self, num_decodes: int, num_prompts: int = 1) -> int | None:
-        """Prompt tokens of `num_prompts` prompts that fit beside so many decodes; None = as many as there are."""
-        if num_decodes == 0:
-            return None
-        base = self._decode_seconds(num_decodes)
+    def limit(self, num_decodes: int, context: int = 0, positions: Sequence[int] = (0,)) -> int | None:
+        """Prompt tokens that fit beside so many decodes, which see `context` positions together; None = as many as there are.
+
+        `positions`: of the prompts that want them, where each goes on.
+        """
+        base = self._decode(num_decodes) if num_decodes else None
         if base is None:
             return None  # no step has only decoded yet, so there is no pace to keep
-        self._paced_s = (self._slowdown - 1) * base * max(1.0, _WEIGHT * num_prompts / num_decodes)
-        # Before the first chunk a prompt token is taken to cost as much as a decode, which is too much.
-        token_s = self._token_s or base / num_decodes
-        return max(LEAST, int((self._paced_s + self._credit_s) / token_s))
+        self._paced_s = (self._slowdown - 1) * base.seconds * max(1.0, _WEIGHT * len(positions) / num_decodes)
+        fixed_s, token_s = self._costs(base, num_decodes, context, positions)
+        self._limit = max(LEAST, int((self._paced_s - fixed_s) / token_s))
+        return self._limit
 
-    def observe(self, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
-        """A landed step. Without decodes beside it, a prompt chunk says nothing that is needed here."""
+    def credit(self) -> int:
+        """Tokens more than the last `limit`, for prompts that end with them; they are taken to cost what those did."""
+        return int(self._credit_s / self._paced_s * self._limit) if self._paced_s else 0
+
+    def observe(self, num_decodes: int, context: int, chunks: Sequence[Chunk], seconds: float) -> None:
+        """A landed step. Without decodes beside them, prompt chunks say nothing that is needed here."""
         if num_decodes == 0 or seconds <= 0:
             return
-        base = self._decode_seconds(num_decodes)
-        if num_prompt_tokens == 0:
-            old = self._decode_s.get(num_decodes, seconds)
-            self._decode_s[num_decodes] = old + _NEW * (seconds - old)
+        base = self._decode(num_decodes)
+        if not chunks:
+            old = self._decodes.setdefault(num_decodes, _Decode(seconds=seconds, context=context))
+            old.seconds += _NEW * (seconds - old.seconds)
+            old.context += _NEW * (context - old.context)
             self._credit_s = min(CREDIT_S, self._credit_s + _EARNED * seconds)
-        elif base is not None and seconds > base:
-            self._credit_s = max(0.0, self._credit_s - max(0.0, seconds - base - self._paced_s))
-            old = self._token_s or base / num_decodes
-            # One lucky measurement shall not make a giant of the next chunk.
-            cost = max((seconds - base) / num_prompt_tokens, old / 4)
-            self._token_s = cost if not self._token_s else old + _NEW_CHUNK * (cost - old)
+        elif base is not None and seconds > base.seconds:
+            if sum(count for _, count in chunks) > self._limit:
+                self._credit_s = max(0.0, self._credit_s - max(0.0, seconds - base.seconds - self._paced_s))
+            self._learn(_work(chunks, context - base.context), seconds - base.seconds, base.seconds, num_decodes)
 
-    def _decode_seconds(self, num_decodes: int) -> float | None:
-        """Of a step of so many decodes, or of the nearest number that was seen."""
-        if not self._decode_s:
+    def _learn(self, work: list[float], seconds: float, base_s: float, num_decodes: int) -> None:
+        """Move the costs towards what this step took beyond `base_s`, each by its part in it."""
+        cost = self._cost = self._cost or _first_guess(base_s / num_decodes)
+        expected = sum(c * w for c, w in zip(cost, work, strict=True))
+        # One lucky measurement shall not make a giant of the next chunk, nor one slow step a dwarf; two in a row are believed.
+        most = 2 * expected + base_s
+        is_slow, was_slow, self._was_slow = seconds > most, self._was_slow, seconds > most
+        error = max(seconds if was_slow else min(seconds, most), expected / 4) - expected
+        self._num_chunks += 1
+        weight = 0.5 if is_slow and was_slow else max(_NEW_CHUNK, 1 / self._num_chunks)
+        size = sum(w * w for w in work)
+        self._cost = [max(0.0, c + weight * error * w / size) for c, w in zip(cost, work, strict=True)]
+
+    def _costs(self, base: _Decode, num_decodes: int, context: int, positions: Sequence[int]) -> tuple[float, float]:
+        """Seconds that come on top of `base` whatever the chunk, and for each of its tokens."""
+        decode_s = base.seconds / num_decodes
+        cost = self._cost or _first_guess(decode_s)
+        tokens, looks, reads, growth = cost
+        mean = sum(positions) / max(1, len(positions))
+        fixed_s = (reads * sum(positions) + growth * (context - base.context)) / _CONTEXT
+        return fixed_s, max(tokens / _TOKENS + looks * mean / _LOOKS, decode_s / 64)
+
+    def _decode(self, num_decodes: int) -> _Decode | None:
+        """Of so many sequences, or of the nearest number that was seen."""
+        if not self._decodes:
             return None
-        return self._decode_s[min(self._decode_s, key=lambda seen: (abs(seen - num_decodes), seen))]
+        return self._decodes[min(self._decodes, key=lambda seen: (abs(seen - num_decodes), seen))]
+
+
+def _work(chunks: Sequence[Chunk], growth: float) -> list[float]:
+    """What chunks make a step do beside decoding: tokens, looks of tokens at their context, contexts read, growth."""
+    tokens = sum(count for _, count in chunks)
+    looks = sum(count * (start + count / 2) for start, count in chunks)
+    return [tokens / _TOKENS, looks / _LOOKS, sum(start for start, _ in chunks) / _CONTEXT, growth / _CONTEXT]
+
+
+def _first_guess(decode_s: float) -> list[float]:
+    """A prompt token is taken to cost as much as a decode, which is too much."""
+    return [decode_s * _TOKENS, 0.0, 0.0, 0.0]
+
+
+@dataclass(kw_only=True)
+class PromptShare:
+    """Tokens that prompts share within one plan, so that a short one need not wait for a long one."""
+
+    left: int
+    credit: int  # more than these, for a prompt that ends with them
+    num_prompts: int  # still to be asked
+
+    def bound(self, count: int, num_pending: int) -> int:
+        """How many of `count` tokens a prompt with so many pending gets."""
+        return min(count, self.whole_or(-(-self.left // max(1, self.num_prompts)), num_pending))
+
+    def whole_or(self, part: int, num_pending: int) -> int:
+        """All that is pending where the credit reaches for it, else `part` at most."""
+        return num_pending if num_pending <= part + self.credit else part
+
+    def took(self, count: int) -> None:
+        """A prompt has got its tokens, on credit where more than what was left."""
+        self.credit -= max(0, count - self.left)
+        self.left = max(0, self.left - count)
+        self.num_prompts -= 1

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from .cache.hashing import extend_chain
 from .cache.manager import CacheManager
 from .errors import ErrorInfo
-from .prefill_pace import PrefillPace
+from .prefill_pace import PrefillPace, PromptShare
 from .sequence import Sequence, State
 from .speculation.proposer import Proposer, View
 from .types import (
@@ -182,7 +182,7 @@ class Scheduler:
         launched: list[_Launched] = []
 
         num_preempted = self.counters.num_preemptions
-        prompt_left, num_prompts = self._prompt_tokens(left)
+        prompts = self._prompt_share(left)
         index = 0
         while index < len(self.running) and left > 0:
             seq = self.running[index]
@@ -190,8 +190,8 @@ class Scheduler:
             share = max(1, left - (len(self.running) - index - 1))
             count = min(seq.num_pending, share)
             is_prompt = seq.num_pending > 1
-            if is_prompt:  # prompts share what may be theirs, so that a short one need not wait for a long one
-                count = min(count, -(-prompt_left // max(1, num_prompts)))
+            if is_prompt:
+                count = prompts.bound(count, seq.num_pending)
             if count > 0:
                 drafts, parents = self._drafts(seq, count, share - count)
                 new_blocks = self._room_for(seq, seq.num_computed + count + len(drafts))
@@ -202,12 +202,11 @@ class Scheduler:
                 left -= count + len(drafts)
                 launched.append(self._launch(plan, seq, count, new_blocks, drafts, parents))
             if is_prompt:
-                prompt_left -= count
-                num_prompts -= 1
+                prompts.took(count)
             index += 1
 
         if self.counters.num_preemptions == num_preempted:
-            self._admit(plan, launched, min(left, prompt_left), now)
+            self._admit(plan, launched, left, prompts, now)
         plan.release, self._released = self._released, []
         if not (plan.steps or plan.new or plan.release):
             return None
@@ -218,13 +217,18 @@ class Scheduler:
         self._park_hungry()
         return plan
 
-    def _prompt_tokens(self, left: int) -> tuple[int, int]:
+    def _prompt_share(self, left: int) -> PromptShare:
         """Prompt tokens that the next plan may hold at most, and how many prompts want them, queued ones included."""
-        num_prompts = sum(seq.num_pending > 1 for seq in self.running)
-        num_decodes = sum(seq.num_pending == 1 for seq in self.running)
-        num_prompts += min(len(self._free_slots), sum(seq.ready for seq in self.waiting))
-        most = self.pace.limit(num_decodes, num_prompts) if self.pace is not None and num_prompts else None
-        return (left, 1) if most is None else (min(left, most), num_prompts)  # 1: first come, first served
+        everything = PromptShare(left=left, credit=0, num_prompts=1)  # 1: first come, first served
+        if self.pace is None:
+            return everything
+        positions = [seq.num_computed for seq in self.running if seq.num_pending > 1]
+        positions += [0] * min(len(self._free_slots), sum(seq.ready for seq in self.waiting))
+        decodes = [seq.num_computed + 1 for seq in self.running if seq.num_pending == 1]
+        most = self.pace.limit(len(decodes), sum(decodes), positions) if positions else None
+        if most is None:
+            return everything
+        return PromptShare(left=min(left, most), credit=self.pace.credit(), num_prompts=len(positions))
 
     def land(self, plan: StepPlan, result: StepResult, now: float) -> list[Output]:
         """Take a plan's results. Results for sequences that ended meanwhile are dropped."""
@@ -232,9 +236,9 @@ class Scheduler:
         outputs = []
         in_flight = self._in_flight.pop(plan.step)
         if self.pace is not None:
-            num_decodes = sum(item.num_tokens == 1 for item in in_flight)
-            num_prompt = sum(item.num_tokens for item in in_flight if item.num_tokens > 1)
-            self.pace.observe(num_decodes, num_prompt, result.seconds)
+            decodes = [item.start + 1 for item in in_flight if item.num_tokens == 1]
+            chunks = [(item.start, item.num_tokens) for item in in_flight if item.num_tokens > 1]
+            self.pace.observe(len(decodes), sum(decodes), chunks, result.seconds)
         for launched in in_flight:
             seq = launched.sequence
             seq.num_in_flight -= 1
@@ -295,10 +299,10 @@ class Scheduler:
             preemption=seq.num_preemptions,
         )
 
-    def _admit(self, plan: StepPlan, launched: list[_Launched], left: int, now: float) -> None:
+    def _admit(self, plan: StepPlan, launched: list[_Launched], left: int, prompts: PromptShare, now: float) -> None:
         """Move sequences from the queue into the batch, in order, while slots, blocks and budget last."""
         for seq in list(self.waiting):
-            if left <= 0 or not self._free_slots:
+            if left <= 0 or prompts.left <= 0 or not self._free_slots:
                 return
             if not seq.ready:
                 continue
@@ -334,9 +338,10 @@ class Scheduler:
                     side=[SideIds(start=span.start, ids=list(span.ids)) for span in seq.side],
                 )
             )
-            count = min(seq.num_pending, left)
+            count = min(left, prompts.whole_or(prompts.left, seq.num_pending))
             if count > 0:
                 left -= count
+                prompts.took(count)
                 launched.append(self._launch(plan, seq, count, [], [], []))
 
     def _lookup(self, seq: Sequence) -> tuple[int, list[list[int]]]:

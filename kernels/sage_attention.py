@@ -89,6 +89,8 @@ class Attention:
         self.backend, self.layer, self.scales, self.product = backend, layer, scales, product
         self.fell_back = False
         self.number = next(_numbers)
+        # A tensor, as torch.compile makes a graph of its own for every int: one block's graph then serves all layers.
+        self._layer = torch.tensor(self.number)
         _layers[self.number] = self
 
     def __call__(
@@ -113,7 +115,7 @@ class Attention:
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         if self._takes_sage(q, k):
             out, _ = torch.ops.motet.sage_attention(
-                q, k, v, kv_lens, tail, scale, causal, self.scales, self.product, False, self.number
+                q, k, v, kv_lens, tail, scale, causal, self.scales, self.product, False, self._layer
             )
             return out  # type: ignore[no-any-return]
         if self.backend == "xformers":
@@ -295,7 +297,7 @@ def sage_attention(
         raise ValueError(f"expected a head dim of at most {MAX_HEAD_DIM}, got {q.shape[-1]}")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     op = torch.ops.motet.sage_attention
-    return op(q, k, v, kv_lens, tail, scale, causal, scales, product, return_lse, -1)  # type: ignore[no-any-return]
+    return op(q, k, v, kv_lens, tail, scale, causal, scales, product, return_lse, None)  # type: ignore[no-any-return]
 
 
 def _sage(
@@ -309,9 +311,9 @@ def _sage(
     scales: Scales,
     product: Product,
     return_lse: bool,
-    layer: int,
+    layer: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    guarded = _layers.get(layer)
+    guarded = None if layer is None else _layers.get(int(layer))
     if guarded is not None and guarded.fell_back:
         return exact_attention(q, k, v, kv_lens, tail=tail, scale=scale, causal=causal), _no_lse(q)
     gpu = gpu_ops(q.device.type)
@@ -346,7 +348,7 @@ def _sage_shapes(
     scales: Scales,
     product: Product,
     return_lse: bool,
-    layer: int,
+    layer: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     num_rows, num_queries, num_heads, _ = q.shape
     lse = (num_rows, num_heads, num_queries) if return_lse else (0,)
@@ -354,8 +356,8 @@ def _sage_shapes(
 
 
 _SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, Tensor? kv_lens, int tail, float scale, bool causal, str scales, str product,"
-    " bool return_lse, int layer) -> (Tensor, Tensor)"
+    "(Tensor q, Tensor k, Tensor v, Tensor? kv_lens, SymInt tail, float scale, bool causal, str scales, str product,"
+    " bool return_lse, Tensor? layer) -> (Tensor, Tensor)"
 )
 _op = torch.library.custom_op("motet::sage_attention", _sage, mutates_args=(), schema=_SCHEMA)
 _op.register_fake(_sage_shapes)

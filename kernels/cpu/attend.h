@@ -124,14 +124,13 @@ inline vf weight_lanes(vf x) {
 }
 
 #if defined(__AVX512F__)
-// 2^x for x <= 0 with relative error 3e-6, far below what rounding to bf16 adds; exactly 0 below -149. NaN stays NaN.
+// 2^x for x <= 0 with relative error 1e-4, far below what rounding to bf16 adds; exactly 0 below -149. NaN stays NaN.
 inline __m512 exp2_lanes(__m512 x) {
   x = _mm512_max_ps(_mm512_set1_ps(-150.0f), x);
   const __m512 turns = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const __m512 r = _mm512_sub_ps(x, turns);
-  __m512 y = _mm512_fmadd_ps(_mm512_set1_ps(9.570101434e-3f), r, _mm512_set1_ps(5.591786028e-2f));
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(2.402474484e-1f));
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(6.931218147e-1f));
+  __m512 y = _mm512_fmadd_ps(_mm512_set1_ps(5.500874e-2f), r, _mm512_set1_ps(2.4221113e-1f));
+  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(6.9328297e-1f));
   y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
   return _mm512_scalef_ps(y, turns);
 }
@@ -144,9 +143,10 @@ inline float sum_of(vf x) { return sum_lanes(x); }
 inline float max_of(vf x) { return max_lanes(x); }
 #endif
 
-// The weights of 16 scores less their shift, stored as fp32, or (kHalves) as bf16 in the first half of the row of scores.
+// The weights of 16 scores less a shift, stored as fp32, or (kHalves) as bf16 in the first half of the row of scores.
 template <bool kHalves>
-inline vf weigh(float* row, int64_t t, vf x) {
+inline vf weigh(float* row, int64_t t, vf shift) {
+  const vf x = load(row + t) - shift;
 #if defined(MOTET_PAIRS)
   if constexpr (kHalves) {
     const __m512 weight = exp2_lanes((__m512)(x * 1.44269504088896341f));
@@ -181,7 +181,13 @@ inline void soften(const Attention& a, const AttentionPart& part, int64_t padded
     }
     vf best = splat(-__builtin_inff());
     if (every && plain) {
-      for (int64_t t = 0; t < padded; t += W) best = larger(load(s + t), best);
+      vf other = best;  // two, since each waits for the one before
+      for (int64_t t = 0; t + W < padded; t += 2 * W) {
+        best = larger(load(s + t), best);
+        other = larger(load(s + t + W), other);
+      }
+      if (padded % (2 * W)) best = larger(load(s + padded - W), best);
+      best = larger(other, best);
     } else {
       for (int64_t t = 0; t < padded; t += W) {
         vf x = load(s + t);
@@ -194,10 +200,13 @@ inline void soften(const Attention& a, const AttentionPart& part, int64_t padded
       }
     }
     top[n] = max_of(best);
+  }
+  for (int64_t n = 0; n < num_queries; ++n) {
+    float* s = scores + n * kChunk;
     // A row that sees nothing here has top -inf; any finite shift gives weights of 0.
-    vf shift = splat(top[n] == -__builtin_inff() ? 0.0f : top[n]);
+    const vf shift = splat(top[n] == -__builtin_inff() ? 0.0f : top[n]);
     vf total = vf{};
-    for (int64_t t = 0; t < padded; t += W) total += weigh<kHalves>(s, t, load(s + t) - shift);
+    for (int64_t t = 0; t < padded; t += W) total += weigh<kHalves>(s, t, shift);
     sum[n] = sum_of(total);
   }
 }
@@ -235,11 +244,11 @@ struct Parts {  // of scratch, in floats; W-aligned where the widths are
   }
 };
 
-// Where the rows of kv indices begin..end (kChunk at most) of one head lie.
+// Where the rows of kv indices begin..end (kChunk at most) of one head of a sequence lie.
 template <class T>
-inline void locate(const Attention& a, const AttentionPart& part, int64_t begin, int64_t end, const T** row) {
-  const int32_t* blocks = a.tables + part.seq * a.table_stride;
-  const T* head = (const T*)a.kv + part.kv_head * a.kv_head;
+inline void locate(const Attention& a, int64_t seq, int64_t kv_head, int64_t begin, int64_t end, const T** row) {
+  const int32_t* blocks = a.tables + seq * a.table_stride;
+  const T* head = (const T*)a.kv + kv_head * a.kv_head;
   for (int64_t index = begin; index < end;) {
     int64_t token = index % a.block_size;
     const T* at = head + blocks[index / a.block_size] * a.kv_block + token * a.kv_token;
@@ -257,10 +266,12 @@ void attend_many(const Attention& a, const AttentionPart& part, const Parts& at,
   const int64_t width = motet::padded_dim(a.dim), pairs = width / 2, group = a.num_heads / a.num_kv_heads;
   const int64_t count = part.hi - part.lo;
   uint32_t *turned = (uint32_t*)at.turned, *values = (uint32_t*)at.values, *q = (uint32_t*)at.q;
-  for (int64_t t = 0; t < padded && t < kAhead; t += 16) prefetch_rows(key + t, a.dim);
+  // Beside many queries, what was asked for during the chunk before has long come.
+  const int64_t ask = (part.row_end - part.row_begin) * group <= kAskAgain ? padded : 0;
+  for (int64_t t = 0; t < ask && t < kAhead; t += 16) prefetch_rows(key + t, a.dim);
   for (int64_t t = 0; t < padded; t += 16) {
-    if (t + kAhead < padded) prefetch_rows(key + t + kAhead, a.dim);
-    prefetch_rows(value + t, a.dim);
+    if (t + kAhead < ask) prefetch_rows(key + t + kAhead, a.dim);
+    if (t < ask) prefetch_rows(value + t, a.dim);
     turn_pairs<P>(key + t, a.dim, turned + t * pairs);
   }
   load_scales(key, a.dim, padded, at.key_scales);
@@ -277,11 +288,12 @@ void attend_many(const Attention& a, const AttentionPart& part, const Parts& at,
   lay_values<P>(value, a.dim, padded, width, values);
 
   Ahead<T> next;
-  next.part = a.kv_part, next.dim = a.dim, next.done = 0;
-  const int64_t num_next = part.next_hi > part.hi ? part.next_hi - part.hi : 0;
-  if (num_next) locate(a, part, part.hi, part.next_hi, next.row);
+  next.part = a.kv_part, next.dim = a.dim, next.done = next.count = 0;
+  const int64_t num_next = part.next_hi - part.next_lo;
+  if (num_next) locate(a, part.next_seq, part.next_head, part.next_lo, part.next_hi, next.row);
   const int64_t some_rows = group < kTogetherMany ? kTogetherMany / group : 1;
   const int64_t rows = part.row_end - part.row_begin;
+  next.few = num_next * 768 / (rows * group * padded * pairs) + 1;
   for (int64_t begin = 0; begin < rows; begin += some_rows) {
     const int64_t end = begin + some_rows < rows ? begin + some_rows : rows, n = (end - begin) * group;
     next.count = num_next * end / rows;
@@ -305,7 +317,7 @@ void attend_many(const Attention& a, const AttentionPart& part, const Parts& at,
                        sum + first);
     for (int64_t i = 0; i < n; ++i)
       at.factors[i] = P::scaled ? P::weights(at.scores + i * kChunk, whole, at.value_scales) : 1.0f;
-    mix_many<P>((const uint32_t*)at.scores, values, n, padded, whole, at.factors, width, mix + first * width);
+    mix_many<P>((const uint32_t*)at.scores, values, n, padded, whole, at.factors, width, next, mix + first * width);
   }
 }
 #endif
@@ -313,9 +325,9 @@ void attend_many(const Attention& a, const AttentionPart& part, const Parts& at,
 #if defined(MOTET_PAIRS)
 // Where groups of 16 rows of kv indices begin..end (kChunk at most, begin a multiple of 16) of one head start.
 template <class T>
-inline void locate_groups(const Attention& a, const AttentionPart& part, int64_t begin, int64_t end, const T** group) {
-  const int32_t* blocks = a.tables + part.seq * a.table_stride;
-  const T* head = (const T*)a.kv + part.kv_head * a.kv_head;
+inline void locate_groups(const Attention& a, int64_t seq, int64_t kv_head, int64_t begin, int64_t end, const T** group) {
+  const int32_t* blocks = a.tables + seq * a.table_stride;
+  const T* head = (const T*)a.kv + kv_head * a.kv_head;
   int64_t block = begin / a.block_size, token = begin % a.block_size;
   for (int64_t index = begin; index < end; index += 16) {
     *group++ = head + blocks[block] * a.kv_block + token * a.kv_token;
@@ -341,7 +353,7 @@ void attend_few(const Attention& a, const AttentionPart& part, const Parts& at, 
   const int64_t group = a.num_heads / a.num_kv_heads, num_queries = (part.row_end - part.row_begin) * group;
   const int64_t count = part.hi - part.lo, num_groups = (count + 15) / 16, padded = num_groups * 16;
   const T *key[kGroups], *value[kGroups], *next[kGroups];
-  locate_groups(a, part, part.lo, part.hi, key);
+  locate_groups(a, part.seq, part.kv_head, part.lo, part.hi, key);
   for (int64_t g = 0; g < num_groups; ++g) value[g] = key[g] + a.kv_part;
   if (const int64_t rest = count % 16) {  // nobody sees what lies behind these rows
     T *last_keys = (T*)at.values, *last_values = (T*)(at.values + 16 * D);
@@ -350,8 +362,8 @@ void attend_few(const Attention& a, const AttentionPart& part, const Parts& at, 
     memcpy((void*)last_values, (const void*)value[num_groups - 1], rest * S * sizeof(T));
     key[num_groups - 1] = last_keys, value[num_groups - 1] = last_values;
   }
-  const int64_t num_next = part.next_hi > part.hi ? (part.next_hi - part.hi + 15) / 16 : 0;
-  if (num_next) locate_groups(a, part, part.hi, part.next_hi, next);
+  const int64_t num_next = (part.next_hi - part.next_lo + 15) / 16;
+  if (num_next) locate_groups(a, part.next_seq, part.next_head, part.next_lo, part.next_hi, next);
 
   uint32_t *q = (uint32_t*)at.q, *spread = (uint32_t*)at.turned;
   float* scores = at.scores;
@@ -414,7 +426,7 @@ void attend_typed(const Attention& a, const AttentionPart& part, float* scratch,
   const T* key[kChunk];
   const T* value[kChunk];
   const T* nothing = (const T*)at.zeros;
-  locate(a, part, part.lo, part.hi, key);
+  locate(a, part.seq, part.kv_head, part.lo, part.hi, key);
   for (int64_t t = 0; t < count; ++t) value[t] = key[t] + a.kv_part;
   for (int64_t t = count; t < padded; ++t) key[t] = value[t] = nothing;
 

@@ -128,7 +128,7 @@ std::tuple<Tensor, Tensor> paged_attention(const Tensor& q, const Tensor& kv, co
       // A row costs something beside its products: keys are read, scores become weights.
       const int64_t tile_cost = std::max<int64_t>(0, high - low) * ((end - begin) * group + 4) * dim;
       for (int64_t head = 0; head < kv_heads; ++head)
-        tiles.push_back({{seq, head, begin, end, low, high, 0}, first, chunks, tile_cost, -1});
+        tiles.push_back({{seq, head, begin, end, low, high, 0, 0, 0, 0}, first, chunks, tile_cost, -1});
       cost += tile_cost * kv_heads;
     }
   }
@@ -138,10 +138,14 @@ std::tuple<Tensor, Tensor> paged_attention(const Tensor& q, const Tensor& kv, co
   }
 
   const motet::Table& cpu = table();
-  auto attend = [&](const Tile& tile, int64_t chunk, bool more, float* result) {
+  auto attend = [&](const Tile& tile, int64_t chunk, const Tile* next, int64_t next_chunk, float* result) {
     AttentionPart part = tile.part;
-    int64_t base = (tile.first_chunk + chunk) * kChunk, n = (part.row_end - part.row_begin) * group;
-    if (more) part.next_hi = std::min(part.hi, base + 2 * kChunk);
+    const int64_t base = (tile.first_chunk + chunk) * kChunk, n = (part.row_end - part.row_begin) * group;
+    if (next) {
+      const int64_t next_base = (next->first_chunk + next_chunk) * kChunk;
+      part.next_seq = next->part.seq, part.next_head = next->part.kv_head;
+      part.next_lo = std::max(next->part.lo, next_base), part.next_hi = std::min(next->part.hi, next_base + kChunk);
+    }
     part.lo = std::max(part.lo, base), part.hi = std::min(part.hi, base + kChunk);
     cpu.attend(a, part, scratch(0, motet::attend_scratch(n, dim)), result, result + n, result + 2 * n);
   };
@@ -179,26 +183,32 @@ std::tuple<Tensor, Tensor> paged_attention(const Tensor& q, const Tensor& kv, co
   float* results = shared_results(plan(tiles, threads, group, width, units));
   std::vector<std::atomic<int64_t>> left(tiles.size());  // chunks of a shared tile that are not done
   for (size_t i = 0; i < tiles.size(); ++i) left[i].store(tiles[i].num_chunks, std::memory_order_relaxed);
-  share(units.size(), parallel, [&](int64_t i) {
+  // The cache is met cold, so a thread takes its next unit before the last chunk of this one, and asks for its first.
+  share_ahead(units.size(), parallel, [&](int64_t i, const auto& following) {
     const Unit& unit = units[i];
     const Tile& tile = tiles[unit.tile];
     const int64_t size = results_size(tile);
+    const auto attend_next = [&](int64_t chunk, float* result) {
+      if (chunk + 1 < unit.end) return attend(tile, chunk, &tile, chunk + 1, result);
+      const int64_t then = following();
+      const bool more = then < (int64_t)units.size() && units[then].end > units[then].begin;
+      attend(tile, chunk, more ? &tiles[units[then].tile] : nullptr, more ? units[then].begin : 0, result);
+    };
     if (tile.results < 0) {
       float* result = scratch(1, 2 * size);
       if (tile.num_chunks)
-        attend(tile, 0, tile.num_chunks > 1, result);
+        attend_next(0, result);
       else
         clear(tile, result);
       for (int64_t chunk = 1; chunk < tile.num_chunks; ++chunk) {
-        attend(tile, chunk, chunk + 1 < tile.num_chunks, result + size);
+        attend_next(chunk, result + size);
         merge(tile, result, result + size);
       }
       finish(tile, result);
       return;
     }
     float* result = results + tile.results;
-    for (int64_t chunk = unit.begin; chunk < unit.end; ++chunk)
-      attend(tile, chunk, chunk + 1 < unit.end, result + chunk * size);
+    for (int64_t chunk = unit.begin; chunk < unit.end; ++chunk) attend_next(chunk, result + chunk * size);
     if (left[unit.tile].fetch_sub(unit.end - unit.begin, std::memory_order_acq_rel) != unit.end - unit.begin) return;
     // The last of them joins all, in the order in which a single thread would.
     for (int64_t chunk = 1; chunk < tile.num_chunks; ++chunk) merge(tile, result, result + chunk * size);

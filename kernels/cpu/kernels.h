@@ -34,7 +34,7 @@ struct Attention {
 // Rows row_begin..row_end of one sequence, one kv head, kv indices lo..hi within one chunk of kChunk.
 struct AttentionPart {
   int64_t seq, kv_head, row_begin, row_end, lo, hi;
-  int64_t next_hi;  // kv indices hi..next_hi (kChunk at most) come next on this thread; changes no number
+  int64_t next_seq, next_head, next_lo, next_hi;  // kv indices (kChunk at most) that this thread reads next; no number of it
 };
 
 constexpr int64_t kChunk = 256;  // kv indices per softmax; a row's chunks are merged in order, whoever computed them
@@ -58,6 +58,28 @@ static_assert(kDenseRows % 16 == 0 && kDenseKeys % kDenseBlock == 0);
 // Floats of scratch that dense and dense_pack need.
 constexpr int64_t dense_scratch(int64_t dim) {
   return kDenseRows * (kDenseKeys + 16 + 2 * padded_dim(dim)) + 16 * padded_dim(dim);
+}
+
+// Blocks of a picture's transformer (joint.h). A packed weight [out, in], out a multiple of kColumns; bias fp32 [out].
+struct Product {
+  const void* weight;
+  const float* bias;
+  int64_t in, out;
+};
+constexpr int64_t kColumns = 64;  // of a tile of a product
+// What becomes of a product: y = it, y = gelu(it), or y += gate * it with y and gate [out] fp32.
+enum class After : int { store, gelu, add };
+// Attention of all tokens of one picture over each other. Rows of q, k, v are `row` numbers apart, heads follow each other.
+struct Joint {
+  const void *q, *k, *v;
+  int64_t row;
+  void* out;
+  int64_t out_row, tokens, dim;
+  float scale;
+};
+// Floats of scratch that attend_joint needs.
+constexpr int64_t joint_scratch(int64_t tokens, int64_t dim) {
+  return (tokens + 15) / 16 * 16 * (2 * dim + 48) + 48 * dim;
 }
 
 struct Table {
@@ -92,6 +114,12 @@ struct Table {
   // Lays out one block of keys and values of one head; then come rows begin..end. Both null where the set has neither.
   void (*dense_pack)(const Dense&, int64_t window, int64_t head, int64_t block, float* scratch);
   void (*dense)(const Dense&, int64_t window, int64_t head, int64_t begin, int64_t end, float* scratch);
+  // joint.h; bf16 only where `dense` is.
+  void (*product)(Type type, const Product&, const void* x, int64_t x_row, int64_t begin, int64_t end, int64_t tile_begin,
+                  int64_t tile_end, After after, void* y, int64_t y_row, const float* gate);
+  void (*modulate)(Type type, int64_t features, const float* x, const float* shift, const float* scale, float eps, void* out);
+  void (*norm_turn)(Type type, int64_t dim, const float* weight, float eps, const float* cos, const float* sin, void* x);
+  void (*attend_joint)(Type type, const Joint&, int64_t head, float* scratch);
 };
 
 const Table* table_plain();

@@ -69,6 +69,24 @@ void share(int64_t count, bool parallel, const Work& work) {
   });
 }
 
+// The same, work(i, following): following() takes the i that this thread does next, `count` or more where none is left.
+template <class Work>
+void share_ahead(int64_t count, bool parallel, const Work& work) {
+  std::atomic<int64_t> next{0};
+  const auto take = [&] { return next.fetch_add(1, std::memory_order_relaxed); };
+  const auto work_all = [&](int64_t, int64_t) {
+    for (int64_t i = take(), then; i < count; i = then) {
+      then = -1;
+      const auto following = [&] { return then < 0 ? then = take() : then; };
+      work(i, following);
+      following();
+    }
+  };
+  const int64_t threads = std::min<int64_t>(count, at::get_num_threads());
+  if (!parallel || threads < 2 || at::in_parallel_region()) return work_all(0, 1);
+  at::parallel_for(0, threads, 1, work_all);
+}
+
 // Even pieces of rows; `cost` is the work in elements. Waking a sleeping thread costs more than 10 us.
 template <class Work>
 void share_rows(int64_t rows, int64_t cost, const Work& work) {

@@ -56,6 +56,11 @@ def can_attend_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     return contiguous and same and bool(_ops.has_dense_attention())
 
 
+def has_bf16_products() -> bool:
+    """Whether the chosen table multiplies bf16 (dense attention and joint blocks)."""
+    return bool(_ops.has_dense_attention())
+
+
 def can_norm(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.dtype in _TYPES and weight.dtype in _TYPES and 2 <= x.dim() <= 3 and x.stride(-1) == 1
 

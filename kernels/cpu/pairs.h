@@ -220,6 +220,7 @@ inline void prefetch_rows(const T* const* row, int64_t dim) {
 
 constexpr int64_t kAhead = 64;  // keys that are asked for before they are needed
 constexpr int64_t kFew = 8;  // queries up to which rows are not turned whole
+constexpr int64_t kAskAgain = 96;  // queries up to which a chunk may not have come yet when it is laid out
 constexpr int64_t kTogetherMany = 12;  // queries whose scores stay in the nearest cache beside keys and values
 
 template <class P, int N>
@@ -237,13 +238,14 @@ inline void score_rows_all(const uint32_t* spread, const typename P::Stored* con
   }
 }
 
-// Rows of keys (values lie `part` beyond) that are asked for while others are multiplied, a few at a time.
+// Rows of keys (values lie `part` beyond) that are asked for while others are multiplied: a few at a time, since a core waits
+// for a few only. `few` rows go with 96 vectors of products, about.
 template <class T>
 struct Ahead {
   const T* row[kChunk];
-  int64_t part, dim, done, count;
-  void ask(int64_t rows) {
-    for (const int64_t end = done + rows < count ? done + rows : count; done < end; ++done)
+  int64_t part, dim, done, count, few;
+  void ask(int64_t times) {
+    for (const int64_t end = done + times * few < count ? done + times * few : count; done < end; ++done)
       for (int64_t byte = 0; byte < dim * (int64_t)sizeof(T); byte += 64) {
         _mm_prefetch((const char*)row[done] + byte, _MM_HINT_T1);
         _mm_prefetch((const char*)(row[done] + part) + byte, _MM_HINT_T1);
@@ -255,16 +257,18 @@ struct Ahead {
 template <class P>
 void score_many(const uint32_t* q, int64_t num_queries, const uint32_t* turned, int64_t count, int64_t pairs,
                 const float* factor, Ahead<typename P::Stored>& next, float* scores) {
-  const int64_t share = (next.count - next.done) * 32 / (count ? count : 1) + 1;
   int64_t t = 0;
   for (; t + 32 <= count; t += 32) {
-    next.ask(share);
     const uint32_t* keys = turned + t * pairs;
     int64_t n = 0;
-    for (; n + 6 <= num_queries; n += 6)
+    for (; n + 6 <= num_queries; n += 6) {
+      next.ask(pairs / 8);
       score_turned_twice<P, 6>(q + n * pairs, pairs, keys, factor + n, scores + n * kChunk + t);
-    for (; n + 3 <= num_queries; n += 3)
+    }
+    for (; n + 3 <= num_queries; n += 3) {
+      next.ask(pairs / 16);
       score_turned_twice<P, 3>(q + n * pairs, pairs, keys, factor + n, scores + n * kChunk + t);
+    }
     for (; n < num_queries; ++n)
       score_turned_twice<P, 1>(q + n * pairs, pairs, keys, factor + n, scores + n * kChunk + t);
   }
@@ -352,11 +356,12 @@ inline void mix_rows(const uint32_t* weights, const typename P::Stored* const* v
 // The same from values laid out before: [pair][2 C * 16 words].
 template <class P, int N, int C>
 inline void mix_laid(const uint32_t* weights, const uint32_t* values, int64_t pairs, const float* factor,
-                     int64_t width, float* mix) {
+                     int64_t width, Ahead<typename P::Stored>& next, float* mix) {
   typename P::Sum acc[N][2 * C];
   for (int n = 0; n < N; ++n)
     for (int c = 0; c < 2 * C; ++c) acc[n][c] = P::zero();
   for (int64_t p = 0; p < pairs; ++p, values += 32 * C) {
+    if (p % 8 == 0) next.ask((N + 2) / 3);
     __m512i v[2 * C];
     for (int c = 0; c < 2 * C; ++c) v[c] = _mm512_loadu_si512(values + c * 16);
     for (int n = 0; n < N; ++n) {
@@ -409,24 +414,24 @@ void lay_values(const typename P::Stored* const* value, int64_t dim, int64_t cou
 
 template <class P, int C>
 inline void mix_laid_all(const uint32_t* weights, const uint32_t* values, int64_t num_queries, int64_t pairs,
-                         const float* factor, int64_t width, float* mix) {
+                         const float* factor, int64_t width, Ahead<typename P::Stored>& next, float* mix) {
   int64_t n = 0;
   for (; n + 6 <= num_queries; n += 6)
-    mix_laid<P, 6, C>(weights + n * kChunk, values, pairs, factor + n, width, mix + n * width);
+    mix_laid<P, 6, C>(weights + n * kChunk, values, pairs, factor + n, width, next, mix + n * width);
   for (; n + 3 <= num_queries; n += 3)
-    mix_laid<P, 3, C>(weights + n * kChunk, values, pairs, factor + n, width, mix + n * width);
+    mix_laid<P, 3, C>(weights + n * kChunk, values, pairs, factor + n, width, next, mix + n * width);
   for (; n < num_queries; ++n)
-    mix_laid<P, 1, C>(weights + n * kChunk, values, pairs, factor + n, width, mix + n * width);
+    mix_laid<P, 1, C>(weights + n * kChunk, values, pairs, factor + n, width, next, mix + n * width);
 }
 
 // mix[n][width] of all queries from the first `count` of `laid` values.
 template <class P>
 void mix_many(const uint32_t* weights, const uint32_t* values, int64_t num_queries, int64_t laid, int64_t count,
-              const float* factor, int64_t width, float* mix) {
+              const float* factor, int64_t width, Ahead<typename P::Stored>& next, float* mix) {
   int64_t d = 0;
   for (; d + 64 <= width; d += 64, values += laid / 2 * 64)
-    mix_laid_all<P, 2>(weights, values, num_queries, count / 2, factor, width, mix + d);
-  if (d < width) mix_laid_all<P, 1>(weights, values, num_queries, count / 2, factor, width, mix + d);
+    mix_laid_all<P, 2>(weights, values, num_queries, count / 2, factor, width, next, mix + d);
+  if (d < width) mix_laid_all<P, 1>(weights, values, num_queries, count / 2, factor, width, next, mix + d);
 }
 
 }  // namespace

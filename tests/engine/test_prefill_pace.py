@@ -9,11 +9,13 @@ from motet.engine.types import StepPlan, StepResult, Tokens
 
 from .. import tiny
 
+CONTEXT = 3000  # that the decodes see together
+
 
 def taught(slowdown: float = 1.8, decode_s: float = 0.010, num_decodes: int = 15) -> PrefillPace:
     pace = PrefillPace(slowdown)
     for _ in range(30):
-        pace.observe(num_decodes, 0, decode_s)
+        pace.observe(num_decodes, CONTEXT, [], decode_s)
     pace._credit_s = 0.0  # spent; the tests of it fill it anew
     return pace
 
@@ -25,95 +27,133 @@ def test_alone_a_prompt_has_no_limit() -> None:
 
 def test_without_experience_there_is_no_pace_to_keep() -> None:
     pace = PrefillPace(1.8)
-    assert pace.limit(4) is None
-    pace.observe(4, 100, 0.5)
-    assert pace.limit(4) is None
-    pace.observe(4, 0, 0.01)
-    assert pace.limit(4) is not None
+    assert pace.limit(4, CONTEXT) is None
+    pace.observe(4, CONTEXT, [(0, 100)], 0.5)
+    assert pace.limit(4, CONTEXT) is None
+    pace.observe(4, CONTEXT, [], 0.01)
+    assert pace.limit(4, CONTEXT) is not None
 
 
 def test_steps_come_to_the_wanted_length() -> None:
     pace = taught(1.8, 0.010)
     seconds = 0.0
     for _ in range(20):
-        chunk = pace.limit(15)
+        chunk = pace.limit(15, CONTEXT)
         assert chunk is not None
         seconds = 0.010 + chunk * 0.0001
-        pace.observe(15, chunk, seconds)
-    assert pace.limit(15) == pytest.approx(80, abs=1)
+        pace.observe(15, CONTEXT, [(0, chunk)], seconds)
+    assert pace.limit(15, CONTEXT) == pytest.approx(80, abs=1)
     assert seconds == pytest.approx(0.018, rel=0.02)
 
 
-def test_it_follows_a_context_that_makes_tokens_dearer() -> None:
+def test_chunks_shrink_while_contexts_make_them_dearer() -> None:
     pace = taught(2.0, 0.010)
-    done, longest = 0, 0.0
-    for _ in range(200):
-        chunk = pace.limit(15)
-        assert chunk is not None
-        cost = 0.0001 + done * 1e-7  # a token at 8,000 costs nine times what the first did
-        seconds = 0.010 + chunk * cost
-        longest = max(longest, seconds)
-        pace.observe(15, chunk, seconds)
-        done += chunk
-    assert 5300 < done <= 5403 and longest < 0.0225  # 5,403: every step exactly 20 ms
+    for _ in range(3):  # prompts; what the first has taught holds for the others
+        done, context, slow = 0, CONTEXT, 0
+        while done < 6000:
+            chunk = pace.limit(15, context, [done])
+            assert chunk is not None
+            chunk = min(chunk, 6000 - done)
+            seconds = 0.010 + chunk * (0.0001 + done * 5e-8) + done * 5e-7 + (context - CONTEXT) * 4e-7
+            slow += seconds > 0.021
+            pace.observe(15, context, [(done, chunk)], seconds)
+            done, context = done + chunk, context + 15
+    assert slow == 0
+
+
+def test_a_slow_step_in_between_changes_little() -> None:
+    pace = taught(2.0, 0.010)
+    for _ in range(60):
+        pace.observe(15, CONTEXT, [(2000, 50)], 0.020)
+    before = pace.limit(15, CONTEXT, [2000])
+    pace.observe(15, CONTEXT, [(2000, 50)], 0.5)
+    after = pace.limit(15, CONTEXT, [2000])
+    assert before == pytest.approx(50, abs=1) and after is not None and after >= 0.7 * 50
 
 
 def test_one_lucky_measurement_makes_no_giant() -> None:
     pace = taught(1.8, 0.010)
-    pace.observe(15, LEAST, 0.010 + 1e-9)
-    limit = pace.limit(15)
-    assert limit == int(0.008 / (0.010 / 15 / 4))  # a quarter of what was feared, however little it took
+    pace.observe(15, CONTEXT, [(0, LEAST)], 0.010 + 1e-9)
+    limit = pace.limit(15, CONTEXT)
+    assert limit == pytest.approx(
+        0.008 / (0.010 / 15 / 4), abs=1
+    )  # a quarter of what was feared, however little it took
+
+
+def test_what_was_learnt_to_be_free_is_soon_learnt_to_cost() -> None:
+    pace = taught(2.0, 0.010)
+    for _ in range(100):
+        pace.observe(15, CONTEXT, [(0, 50)], 0.010 + 1e-9)
+    seconds = []
+    for _ in range(8):
+        chunk = pace.limit(15, CONTEXT)
+        assert chunk is not None
+        seconds.append(0.010 + min(chunk, 512) * 0.0002)
+        pace.observe(15, CONTEXT, [(0, min(chunk, 512))], seconds[-1])
+    assert seconds[-1] < 0.025
 
 
 def test_a_prompt_gets_on_however_slow_it_is() -> None:
     pace = taught(1.1, 0.001, 1)
-    pace.observe(1, 64, 5.0)
-    assert pace.limit(1) == LEAST
+    pace.observe(1, CONTEXT, [(0, 64)], 5.0)
+    assert pace.limit(1, CONTEXT) == LEAST
 
 
 def test_a_faster_step_than_any_decode_teaches_nothing() -> None:
     pace = taught(1.8, 0.010)
-    pace.observe(15, 40, 0.014)
-    before = pace.limit(15)
-    pace.observe(15, 40, 0.002)
-    assert pace.limit(15) == before
+    pace.observe(15, CONTEXT, [(0, 40)], 0.014)
+    before = pace.limit(15, CONTEXT)
+    pace.observe(15, CONTEXT, [(0, 40)], 0.002)
+    assert pace.limit(15, CONTEXT) == before
 
 
 def test_the_nearest_number_of_decodes_stands_in() -> None:
     pace = taught(2.0, 0.004, 2)
     for _ in range(30):
-        pace.observe(30, 0, 0.020)
-    for _ in range(10):
-        pace.observe(30, 100, 0.030)
+        pace.observe(30, CONTEXT, [], 0.020)
+    for _ in range(60):
+        pace.observe(30, CONTEXT, [(0, 100)], 0.030)
     pace._credit_s = 0.0
-    assert pace.limit(28) == pytest.approx(200, abs=4)
-    assert pace.limit(3) == pytest.approx(53, abs=2)  # 4 ms, and a third more: a prompt weighs as much as four streams
+    assert pace.limit(28, CONTEXT) == pytest.approx(200, abs=4)
+    assert pace.limit(3, CONTEXT) == pytest.approx(
+        53, abs=2
+    )  # 4 ms, and a third more: a prompt weighs as much as four streams
 
 
 def test_many_prompts_beside_few_streams_may_take_longer() -> None:
     pace = taught(1.8, 0.010, 4)
-    for _ in range(20):
-        pace.observe(4, 50, 0.015)
+    for _ in range(60):
+        pace.observe(4, CONTEXT, [(0, 50)], 0.015)
     pace._credit_s = 0.0
-    assert pace.limit(4, 1) == pytest.approx(80, abs=1)
-    assert pace.limit(4, 3) == pytest.approx(240, abs=1)
+    assert pace.limit(4, CONTEXT) == pytest.approx(80, abs=1)
+    assert pace.limit(4, CONTEXT, [0, 0, 0]) == pytest.approx(240, abs=1)
     pace = taught(1.8, 0.010, 15)
-    assert pace.limit(15, 1) == pace.limit(15, 3)
+    assert pace.limit(15, CONTEXT) == pace.limit(15, CONTEXT, [0, 0, 0])
 
 
 def test_a_rare_prompt_is_not_cut() -> None:
     pace = PrefillPace(1.8)
     for _ in range(400):
-        pace.observe(15, 0, 0.010)
-    for _ in range(20):
-        pace.limit(15)
-        pace.observe(15, 80, 0.018)  # 0.1 ms a token, within its pace: no credit is spent
-    assert pace.limit(15) == pytest.approx((0.008 + CREDIT_S) / 0.0001, abs=2)
-    pace.observe(15, 1580, 0.010 + 0.158)
-    assert pace.limit(15) == pytest.approx(80, abs=1)  # the credit is spent
+        pace.observe(15, CONTEXT, [], 0.010)
+    for _ in range(60):
+        pace.limit(15, CONTEXT)
+        pace.observe(15, CONTEXT, [(0, 80)], 0.018)  # 0.1 ms a token, within its pace: no credit is spent
+    assert pace.limit(15, CONTEXT) == pytest.approx(80, abs=1)
+    assert pace.credit() == pytest.approx(CREDIT_S / 0.0001, rel=0.02)
+    pace.observe(15, CONTEXT, [(0, 1580)], 0.010 + 0.158)
+    assert pace.limit(15, CONTEXT) == pytest.approx(80, abs=1) and pace.credit() <= 1  # the credit is spent
     for _ in range(100):
-        pace.observe(15, 0, 0.010)
-    assert pace.limit(15) == pytest.approx(80 + 0.05 * 1.0 / 0.0001, abs=2)  # a twentieth of a second in a second
+        pace.observe(15, CONTEXT, [], 0.010)
+    assert pace.credit() == pytest.approx(0.05 * 1.0 / 0.0001, rel=0.02)  # a twentieth of a second in a second
+
+
+def test_a_chunk_within_its_limit_costs_no_credit_however_long_it_takes() -> None:
+    pace = taught()
+    pace._credit_s = CREDIT_S
+    chunk = pace.limit(15, CONTEXT)
+    assert chunk is not None
+    pace.observe(15, CONTEXT, [(0, chunk)], 0.5)
+    assert pace._credit_s == CREDIT_S
 
 
 @pytest.mark.parametrize("slowdown", [1.0, 0.5, -2.0, float("nan")])
@@ -215,6 +255,28 @@ def test_a_short_prompt_need_not_wait_for_a_long_one() -> None:
             if isinstance(e, Tokens) and e.request_id in (long.request_id, short.request_id)
         ]
     assert answered == [short.request_id, long.request_id]
+    engine.close()
+
+
+def test_the_credit_ends_a_prompt_and_does_not_begin_a_long_one() -> None:
+    engine, script = paced()
+    pace = engine.scheduler.pace
+    assert pace is not None
+    engine.submit(tiny.request(tiny.prompt(4), max_tokens=100, ignore_eos=True))
+    for _ in range(10):
+        engine.step()
+    pace._credit_s = 0.025  # a hundred tokens, at 0.25 ms each
+    pace._cost = [0.00025 * 64, 0.0, 0.0, 0.0]
+    script.plans.clear()
+    engine.submit(tiny.request(tiny.prompt(240, 9), max_tokens=1))
+    while engine.num_requests() == 2:
+        engine.step()
+    long, last = ([prompt_tokens(plan) for plan in script.plans][at] for at in (0, -1))
+    assert long == 4 * 32 and last == 240 - long  # one prompt weighs as much as four streams
+    engine.submit(tiny.request(tiny.prompt(150, 5), max_tokens=1))
+    pace._credit_s = 0.025
+    engine.step()
+    assert prompt_tokens(script.plans[-1]) == 150  # ends with the credit, so it is not cut
     engine.close()
 
 

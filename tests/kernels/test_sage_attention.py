@@ -192,13 +192,37 @@ def test_the_op_has_shapes_for_torch_compile() -> None:
     q, k, v = inputs(40, 32)
     lens = torch.tensor([30])
     for return_lse in (False, True):
-        arguments = (q, k, v, lens, 0, 0.2, False, "thread", "fp16", return_lse, -1)
+        arguments = (q, k, v, lens, 0, 0.2, False, "thread", "fp16", return_lse, None)
         torch.library.opcheck(
             torch.ops.motet.sage_attention.default, arguments, test_utils=("test_schema", "test_faketensor")
         )
     layer = Attention("sage")
     compiled = torch.compile(lambda *t: layer(*t) * 2, backend="eager", fullgraph=True)
     assert torch.equal(compiled(q, k, v, lens), layer(q, k, v, lens) * 2)
+
+
+def test_layers_and_tails_share_a_graph() -> None:
+    """Blocks differ in nothing but their layer, sizes in nothing but their tokens: neither is a reason to compile again."""
+    layers = [Attention("sage", layer=f"block {block}") for block in range(3)]
+    holders = [types.SimpleNamespace(layer=layer) for layer in layers]
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, example: object) -> object:
+        graphs.append(graph)
+        return graph
+
+    @torch.compile(backend=backend, fullgraph=True, dynamic=True)
+    def attend(holder: types.SimpleNamespace, q: Tensor, k: Tensor, v: Tensor, lens: Tensor, picture: Tensor) -> Tensor:
+        out: Tensor = holder.layer(q, k, v, lens, tail=picture.shape[0])
+        return out
+
+    for holder in holders:
+        for tokens, tail in ((40, 17), (56, 30)):
+            q, k, v = inputs(tokens, 32)
+            lens = torch.tensor([5])
+            expected = holder.layer(q, k, v, lens, tail=tail)
+            assert torch.equal(attend(holder, q, k, v, lens, torch.zeros(tail)), expected)
+    assert len(graphs) == 1
 
 
 def test_xformers_is_asked_where_it_can_and_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
