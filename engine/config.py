@@ -27,7 +27,7 @@ class EngineConfig:
     max_num_seqs: int = 64  # sequences running at once
     max_num_batched_tokens: int = 0  # token budget of one step; 0: 512 on CPU, 8192 on CUDA
     prefill_slowdown: float = (
-        1.8  # a step with decodes may take so many times as long for the sake of prompts; 0: no limit
+        2.2  # a step with decodes may take so many times as long for the sake of prompts; 0: no limit
     )
     block_size: int = 16  # tokens per KV block
     kv_dtype: Literal["auto", "int8"] = (
@@ -67,6 +67,35 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PictureConfig:
+    """What is particular to engines that make pictures; dtype and device are EngineConfig's."""
+
+    # auto: SageAttention on CUDA where it pays, exact attention elsewhere
+    image_attention: Literal["auto", "sdpa", "sage", "xformers"] = "auto"
+    image_weights: Literal["auto", "fp8"] = "auto"  # of the denoiser; fp8: W8A8, what is sensitive keeps its dtype
+    image_protected_steps: int = 1  # so many first and last steps of FP8 weights run with 16-bit activations
+    image_cache: Literal["", "teacache", "first_block"] = ""  # leave blocks out at steps that would change little
+    image_cache_threshold: float = 0.0  # of the relative change that is let pass; 0: off
+    image_cache_coefficients: tuple[float, ...] = ()  # TeaCache's polynomial for this model, highest power first
+    image_encode_device: str = ""  # of text encoders; empty: the engine's device
+    image_decode_device: str = ""  # of the autoencoder; empty: the engine's device
+    image_step_rows: int = 0  # rows of a step's batch in pictures of the default size; 0: measured at load
+    image_compile: bool = False  # torch.compile each kind of block once, at load
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.image_cache_threshold < float("inf"):
+            raise ValueError(f"image_cache_threshold: expected 0 or more, got {self.image_cache_threshold}")
+        if self.image_protected_steps < 0:
+            raise ValueError(f"image_protected_steps: expected 0 or more, got {self.image_protected_steps}")
+        if self.image_step_rows < 0:
+            raise ValueError(f"image_step_rows: expected 0 or more, got {self.image_step_rows}")
+        if len(self.image_cache_coefficients) not in (0, 5):
+            raise ValueError(
+                f"image_cache_coefficients: expected five numbers, got {len(self.image_cache_coefficients)}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class HostConfig:
     """One host process: one device, one or more engines."""
 
@@ -77,6 +106,7 @@ class HostConfig:
     idle_unload_s: float = 0.0  # unload a model unused for so long; 0: never
     start_timeout_s: float = 120.0
     engine: EngineConfig = field(default_factory=EngineConfig)
+    pictures: PictureConfig = field(default_factory=PictureConfig)
 
     def __post_init__(self) -> None:
         if self.threads < 0:

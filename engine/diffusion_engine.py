@@ -20,13 +20,14 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ..kernels.fp8 import is_protected
 from .blobs import from_blob, to_blob
 from .errors import DuplicateRequest, InternalError, InvalidRequest, Overloaded, to_info
 from .painter import BeginSolver, Painter, Rows, SolverRun
 from .picture_request import PictureOrder, PictureRules, check_order
 from .prompt_cache import PromptCache
 from .row_plan import RowPlanner, Unit
-from .stages import Job, Stage
+from .stages import Job, Stage, Watch
 from .step_cache import CacheConfig, RowCache, cached_forward, check_cache, row_cache
 from .types import (
     Aborted,
@@ -44,7 +45,8 @@ from .types import (
     Usage,
 )
 
-_POLL_S = 0.004  # how late the end of a stage's job may be seen when nobody else has work
+# How late the end of a stage's job may be seen when nobody else has work: a tenth of the time since it was handed in.
+_MIN_POLL_S, _MAX_POLL_S = 0.0003, 0.004
 Mask: TypeAlias = Callable[[int], tuple[bool, ...] | None]
 
 
@@ -135,7 +137,8 @@ class _Counters:
 
 
 class DiffusionEngine:
-    """One model. `clock` gives seconds, monotonic; `max_step_cost` is in the painter's unit; `mask` plans TeaCache."""
+    """One model. `clock` gives seconds, monotonic; `max_step_cost` is in the painter's unit; `mask` plans TeaCache; of a painter
+    with FP8 weights the first and last `protected_steps` of each picture are computed in 16 bits."""
 
     kind = "image"
 
@@ -153,6 +156,7 @@ class DiffusionEngine:
         prompt_cache_bytes: int = 64 * 2**20,
         cache: CacheConfig | None = None,
         mask: Mask | None = None,
+        protected_steps: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.info = info
@@ -164,6 +168,7 @@ class DiffusionEngine:
         self.prompts = PromptCache(prompt_cache_bytes, painter.num_bytes)
         self.planner = RowPlanner(max_step_cost=max_step_cost, max_rows=max_rows)
         self._mask = mask
+        self._protected_steps = protected_steps if hasattr(painter, "protect") else 0
         self._begin_solver = begin_solver
         self._max_requests = max_requests
         self._clock = clock
@@ -174,6 +179,12 @@ class DiffusionEngine:
         self._to_encode: list[_Making] = []
         self._to_decode: deque[tuple[_ToDecode, torch.Tensor]] = deque()
         self._cost_s: float | None = None  # seconds of one unit of cost, lately
+        self._watch: Watch | None = None
+        self._handed_in = 0.0  # when a stage got its last job
+
+    def watch(self, watch: Watch | None) -> None:
+        """Tell `watch` of every job of the stages ("encode", "decode", from their threads), of every step ("denoise")."""
+        self._watch = self.encoder.watch = self.decoder.watch = watch
 
     # ------------------------------------------------------------------------------------------------ requests
 
@@ -251,7 +262,10 @@ class DiffusionEngine:
     def next_timer(self) -> float | None:
         """A look at the stages soon, while they are at something."""
         busy = self.encoder.num_inside or self.decoder.num_inside
-        return self._clock() + _POLL_S if busy else None
+        if not busy:
+            return None
+        now = self._clock()
+        return now + min(_MAX_POLL_S, max(_MIN_POLL_S, (now - self._handed_in) / 10))
 
     # ---------------------------------------------------------------------------------------------------- steps
 
@@ -314,6 +328,7 @@ class DiffusionEngine:
             self._to_encode.remove(making)
             making.job = Job(owner=making, work=self._encoding(making))
             self.encoder.offer(making.job)
+            self._handed_in = self._clock()
         while self._to_decode and self.decoder.has_room:
             what, latents = self._to_decode.popleft()
             self._offer_decoding(what, latents)
@@ -428,6 +443,9 @@ class DiffusionEngine:
             except Exception as error:
                 events += self._fail(making, error)
         seconds = self._clock() - began
+        if self._watch is not None:
+            now = time.perf_counter()
+            self._watch("denoise", now - seconds, now)
         self.counters.num_steps += 1
         self.counters.num_rows += sum(unit.rows for unit in units)
         self.counters.denoise_s += seconds
@@ -436,7 +454,23 @@ class DiffusionEngine:
         return events
 
     def _predict(self, canvases: Sequence[_Canvas]) -> Sequence[torch.Tensor | BaseException]:
-        """Each picture's guided prediction, or what went wrong with it."""
+        """Each picture's guided prediction, or what went wrong with it. Pictures at protected steps take a pass of their own, so
+        that nobody's numbers depend on where its neighbours are."""
+        if not (count := self._protected_steps):
+            return self._predict_together(canvases)
+        outcomes: dict[_Canvas, torch.Tensor | BaseException] = {}
+        for exact in (True, False):
+            group = [
+                canvas
+                for canvas in canvases
+                if is_protected(canvas.step, canvas.making.order.num_steps, first=count, last=count) is exact
+            ]
+            if group:
+                self.painter.protect(exact)  # type: ignore[attr-defined]
+                outcomes.update(zip(group, self._predict_together(group)))
+        return [outcomes[canvas] for canvas in canvases]
+
+    def _predict_together(self, canvases: Sequence[_Canvas]) -> Sequence[torch.Tensor | BaseException]:
         try:
             rows = self._rows(canvases)
             if canvases[0].caches is not None:
@@ -456,13 +490,13 @@ class DiffusionEngine:
             if len(canvases) == 1:
                 return [error]
             # Whoever it was fails alone: each picture once more, by itself.
-            return [self._predict([canvas])[0] for canvas in canvases]
+            return [self._predict_together([canvas])[0] for canvas in canvases]
         outcomes: list[torch.Tensor | BaseException] = []
         at = 0
         for canvas in canvases:
             count = len(canvas.making.conds)
             if all(finite[at : at + count]):
-                outcomes.append(_guided(prediction[at : at + count], canvas.making.order.guidance_scale))
+                outcomes.append(guided(self.painter, prediction[at : at + count], canvas.making.order.guidance_scale))
             else:
                 outcomes.append(InternalError("the model's numbers went out of range", code="not_finite"))
             at += count
@@ -526,6 +560,7 @@ class DiffusionEngine:
 
         job = Job(owner=what, work=work, after=self.decoder.mark())
         self.decoder.offer(job)
+        self._handed_in = self._clock()
         return job
 
     def _decoded(self, job: Job) -> list[AnyEvent]:
@@ -585,9 +620,13 @@ class DiffusionEngine:
         self._to_decode = deque(entry for entry in self._to_decode if entry[0].making is not making)
 
 
-def _guided(prediction: torch.Tensor, scale: float) -> torch.Tensor:
-    """Classifier-free guidance over a picture's branches [1 or 2, ...]: with the prompt, with the negative one."""
+def guided(painter: Painter, prediction: torch.Tensor, scale: float) -> torch.Tensor:
+    """Classifier-free guidance over a picture's branches [1 or 2, ...]: with the prompt, with the negative one. Plain, unless the
+    painter has a `guide` of its own."""
     if len(prediction) == 1:
         return prediction[0]
     with_prompt, without = prediction[0], prediction[1]
+    guide = getattr(painter, "guide", None)
+    if guide is not None:
+        return guide(with_prompt, without, scale)  # type: ignore[no-any-return]
     return without + scale * (with_prompt - without)

@@ -62,6 +62,7 @@ class EngineHost:
         self._arbiter = DeviceArbiter()
         self._engines: dict[str, Engine] = {}
         self._last_used: dict[str, float] = {}
+        self._device_s: dict[str, float] = {}  # of each model's steps, ever
         self._loading: dict[str, list[tuple[Peer, Submit | Call]]] = {}
         self._requests: dict[str, tuple[Peer, str]] = {}  # request id -> (its client, its model)
         self._inbox: deque[Callable[[], None]] = deque()
@@ -130,6 +131,7 @@ class EngineHost:
         events = self._engines[name].step(slack_s)
         ended = self._clock()
         self._arbiter.charge(name, ended - started)
+        self._device_s[name] = self._device_s.get(name, 0.0) + ended - started
         self._last_used[name] = ended
         self._deliver(events)
 
@@ -245,7 +247,10 @@ class EngineHost:
                     self._unload(str(message.arguments["model"]))
                     peer.send(Reply(message.call_id))
                 case "stats":
-                    models = {name: engine.stats() for name, engine in self._engines.items()}
+                    models = {
+                        name: engine.stats() | {"device_seconds": self._device_s.get(name, 0.0)}
+                        for name, engine in self._engines.items()
+                    }
                     peer.send(Reply(message.call_id, {"models": models}))
                 case "health":
                     states = dict.fromkeys(self._engines, "loaded") | dict.fromkeys(self._loading, "loading")

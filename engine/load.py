@@ -92,8 +92,14 @@ def build_engine(name: str, config: HostConfig, report: Callable[[str], None]) -
         from .speech_load import load_speech
 
         engine = load_speech(name, config, report)
+    elif kind == "image":
+        from .diffusion_load import load_image
+
+        engine = load_image(name, config, report)
     else:
-        raise ModelLoadError(f"model {name!r} is of kind {kind!r}; this version serves: llm, asr, tts", param="model")
+        raise ModelLoadError(
+            f"model {name!r} is of kind {kind!r}; this version serves: llm, asr, tts, image", param="model"
+        )
     release_freed_memory()
     return engine
 

@@ -50,6 +50,7 @@ ITL_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1,
 LATENCY_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 HTTP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 RTF_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)  # seconds per second of audio
+PICTURE_BUCKETS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 15, 20, 30, 60, 120, 300, 600)
 SESSION_BUCKETS = (1, 5, 15, 60, 300, 900, 1800, 3600, 7200)
 # Tokens, requests.
 LENGTH_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
@@ -87,6 +88,7 @@ _STATS: Mapping[str, tuple[str, str, bool]] = {
     "waiting": ("motet_requests_waiting", "Requests waiting to be scheduled.", False),
     "kv_usage": ("motet_kv_cache_usage_ratio", "Share of KV blocks in use, 0 to 1.", False),
     "preemptions": ("motet_preemptions", "Requests put back to waiting for want of KV blocks.", True),
+    "device_seconds": ("motet_device_seconds", "Seconds that the model's steps had the device.", True),
     "prompt_tokens": ("motet_prompt_tokens", "Prompt tokens computed or found in the prefix cache.", True),
     "generation_tokens": ("motet_generation_tokens", "Output tokens.", True),
     "prefix_queries": ("motet_prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", True),
@@ -277,6 +279,9 @@ class Metrics:
             registry=self.registry,
             buckets=RTF_BUCKETS,
         )
+        self._pictures = histogram(
+            "motet_diffusion_picture_seconds", "From a request's arrival to each of its pictures.", PICTURE_BUCKETS
+        )
         self._sockets = counter("motet_websocket_connections", "WebSockets accepted.", ("route",))
         self._sockets_open = Gauge(
             "motet_websocket_connections_active", "WebSockets open now.", ("route",), registry=self.registry
@@ -363,6 +368,10 @@ class Metrics:
             self._rtf.labels(model).observe(total_s / audio_s)
         if total_s is not None:
             self._success.labels(model, "stop").inc()
+
+    def observe_picture(self, model: str, seconds: float) -> None:
+        """A picture was finished `seconds` after its request had come."""
+        self._pictures.labels(model).observe(seconds)
 
     def socket_opened(self, route: str) -> None:
         self._sockets.labels(route).inc()

@@ -31,7 +31,12 @@ class Rows:
 
 
 class Painter(Protocol):
-    """A text-to-image model in its three stages. `encode`, `encode_image` and `decode` run in their stages' threads."""
+    """A text-to-image model in its three stages. `encode`, `encode_image` and `decode` run in their stages' threads.
+
+    Some have more: the methods of step_cache.BlockModel, and `guide(with_prompt, without, scale)`, one picture's predictions
+    [...] -> its guided one, where a family's classifier-free guidance is not the plain one; and `protect(exact)`, where weights
+    are FP8: from then on activations stay in 16 bits, or not.
+    """
 
     devices: tuple[torch.device, torch.device, torch.device]  # of encode, denoise, decode
 

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -31,6 +31,11 @@ class Job:
     event: torch.cuda.Event | None = None
 
 
+Watch: TypeAlias = Callable[
+    [str, float, float], None
+]  # stage, begin and end of what it did in seconds of time.perf_counter
+
+
 class Stage:
     """`bound` jobs at most are inside: waiting, at work, or finished and not taken."""
 
@@ -39,6 +44,7 @@ class Stage:
         self.device = device
         self.bound = bound
         self.busy_s = 0.0
+        self.watch: Watch | None = None
         self._num_inside = 0  # only the loop counts
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._finished: deque[Job] = deque()
@@ -104,7 +110,10 @@ class Stage:
                     self._work(job)
                 except BaseException as error:
                     job.error = error
-            self.busy_s += time.perf_counter() - began
+            ended = time.perf_counter()
+            self.busy_s += ended - began
+            if self.watch is not None:
+                self.watch(self.name, began, ended)
             self._finished.append(job)
             del job  # what it holds is the loop's to drop
 

@@ -27,6 +27,16 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]
 # What is fetched of a hub repository: never pickles, never code.
 # `model.bin` by this very name is CTranslate2's; what it holds is checked before it is read, and never unpickled.
 HUB_PATTERNS = ("*.safetensors", "*.json", "tokenizer.model", "*.jinja", "model.bin", "vocabulary.txt")
+# Of a repository that has model_index.json (diffusers' layout): its parts' folders only. Beside them lie the same weights again,
+# as one file for other programs, in other precisions, or as ONNX.
+PICTURE_PATTERNS = (
+    "model_index.json",
+    *(
+        f"{folder}/{file}"
+        for folder in ("transformer", "vae", "text_encoder*", "tokenizer*", "scheduler")
+        for file in ("*.safetensors", "*.json", "merges.txt", "spiece.model")
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +176,13 @@ def _download(hub_id: str) -> Path:
     )
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(HUB_PATTERNS)))
+        # One small file says first which layout it is.
+        found = Path(snapshot_download(hub_id, allow_patterns=["model_index.json"]))
+        if not (found / "model_index.json").is_file():
+            return Path(snapshot_download(hub_id, allow_patterns=list(HUB_PATTERNS)))
+        return Path(
+            snapshot_download(hub_id, allow_patterns=list(PICTURE_PATTERNS), ignore_patterns=["*.fp16*", "*/*/*"])
+        )
     except GatedRepoError:
         raise ModelNotFound(f"hub model {hub_id!r} wants its licence accepted and a token (HF_TOKEN)") from None
     except RepositoryNotFoundError:

@@ -258,3 +258,96 @@ def _save(cls: Any, config: Any, path: Path | None = None, eos: int = EOS) -> Pa
     generation = json.loads((path / "generation_config.json").read_text())
     (path / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": eos}))
     return path
+
+
+PICTURE_WORDS = (
+    "a",
+    "an",
+    "one",
+    "two",
+    "small",
+    "big",
+    "red",
+    "green",
+    "blue",
+    "apple",
+    "cat",
+    "on",
+    "the",
+    "background",
+)
+
+
+def tiny_picture(folder: Path, *, few_step: bool = False) -> Path:
+    """Write a picture model in motet-emoji's layout with random weights to `folder`: pictures of 64 x 64, latents [4, 16, 16],
+    captions of at most 16 ids. With `few_step` the folder has a transformer and its `base`, `<folder>-base`, has the rest."""
+    from diffusers import AutoencoderTiny, FluxTransformer2DModel
+
+    folder.mkdir(parents=True, exist_ok=True)
+    card = {
+        "name": folder.name, "family": "flux", "sizes": [[64, 64]], "latent_scale": 4, "tokens": 64,
+        "max_caption_tokens": 16, "pooled": "text_encoder", "solver": "euler", "shift": 1.0,
+    }  # fmt: skip
+    if few_step:
+        base = tiny_picture(folder.with_name(f"{folder.name}-base"))
+        card |= {
+            "steps": 2, "sigmas": [1.0, 0.5], "guidance_scale": 1.0, "few_step": True, "base": f"../{base.name}",
+        }  # fmt: skip
+    else:
+        card |= {"steps": 4, "guidance_scale": 2.0}
+    (folder / "motet_image.json").write_text(json.dumps(card))
+    denoiser = FluxTransformer2DModel(
+        patch_size=1, in_channels=16, num_layers=1, num_single_layers=2, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=32, pooled_projection_dim=32, guidance_embeds=False, axes_dims_rope=(4, 6, 6),
+    )  # fmt: skip
+    lively(denoiser, seed=2 if few_step else 1)
+    matrices = {
+        name: value.to(torch.float8_e4m3fn if value.dim() == 2 else torch.bfloat16)
+        for name, value in denoiser.state_dict().items()
+    }
+    denoiser.save_config(folder / "transformer")
+    save_file(matrices, folder / "transformer" / "diffusion_pytorch_model.safetensors", metadata={"format": "pt"})
+    if few_step:
+        return folder
+    vae = AutoencoderTiny(
+        encoder_block_out_channels=(8, 8, 8), decoder_block_out_channels=(8, 8, 8), num_encoder_blocks=(0, 0, 1),
+        num_decoder_blocks=(1, 0, 0), latent_channels=4,
+    )  # fmt: skip
+    torch.nn.Module.to(vae, torch.bfloat16).save_pretrained(folder / "vae")
+    _write_words(folder / "tokenizer")
+    config = transformers.CLIPTextConfig(
+        vocab_size=len(PICTURE_WORDS) + 4, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=16, hidden_act="gelu", projection_dim=32, pad_token_id=0,
+        bos_token_id=1, eos_token_id=3,
+    )  # fmt: skip
+    text = transformers.CLIPTextModel(config)
+    lively(text, seed=3)
+    text.to(torch.bfloat16).save_pretrained(folder / "text_encoder")
+    return folder
+
+
+@torch.no_grad()
+def lively(model: torch.nn.Module, *, seed: int = 0) -> None:
+    """Random weights in place of all, zero-initialised ones too: otherwise a test of equality compares zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() > 1:
+            parameter.copy_(noise * (parameter[0].numel() ** -0.5))
+        else:
+            parameter.copy_(0.1 * noise if name.endswith("bias") else 1 + 0.1 * noise)
+
+
+def _write_words(folder: Path) -> None:
+    """A tokenizer of words, each an id, as motet-emoji has."""
+    known = {word: at for at, word in enumerate(("<pad>", "<s>", "<unk>", "</s>", *PICTURE_WORDS))}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(known, unk_token="<unk>"))
+    backend.normalizer = tokenizers.normalizers.Lowercase()
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 3)]
+    )
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>",
+        model_max_length=16,
+    ).save_pretrained(folder)  # fmt: skip

@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPTextModel
 
 NAME = "motet-emoji"
+LICENCE = "LICENSE-fluent-emoji.txt"  # of the drawings
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 BASIC = {
     "family": "flux",
@@ -36,7 +37,7 @@ BASIC = {
     "tokens": GRID * GRID,
     "max_caption_tokens": LENGTH,
     "pooled": "text_encoder",  # its pooler_output steers, its last_hidden_state is read
-    "solver": "flow_match_euler",
+    "solver": "euler",
     "shift": 1.0,
 }
 
@@ -70,6 +71,7 @@ def pack(folder: Path, out: Path, matrices: torch.dtype) -> None:
         write_config(turbo, base=f"../{NAME}", **few)
     for path in (plain, turbo):
         if path.is_dir():
+            shutil.copy(Path(__file__).with_name(LICENCE), path / LICENCE)
             total = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
             print(f"{path}: {total / 1e6:.2f} MB", flush=True)
 

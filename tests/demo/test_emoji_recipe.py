@@ -13,6 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from motet.engine.diffusion_load import picture_model
+from motet.engine.painter import Rows
+from motet.engine.picture_request import check_order
+from motet.engine.types import ImageRequest
+
 RECIPES = Path(__file__).parents[2] / "demo" / "recipes"
 
 
@@ -116,7 +121,6 @@ def test_the_score_finds_what_is_wrong(recipe: Any, scenes: Any) -> None:
 
 
 def test_the_fast_network_is_the_one_that_ships(recipe: Any) -> None:
-    pytest.importorskip("diffusers")
     module = recipe("emoji_denoiser")
     torch.manual_seed(0)
     model = module.denoiser()
@@ -143,7 +147,6 @@ def test_the_fast_network_is_the_one_that_ships(recipe: Any) -> None:
 
 
 def test_packing_is_undone(recipe: Any) -> None:
-    pytest.importorskip("diffusers")
     module = recipe("emoji_denoiser")
     latents = torch.randn(2, 4, 16, 16)
     rows = module.packed(latents)
@@ -159,3 +162,38 @@ def test_the_tokenizer_that_ships_gives_the_trained_ids(recipe: Any) -> None:
     for caption, row, length in zip(captions, ids.tolist(), lengths.tolist(), strict=True):
         assert ships(caption)["input_ids"] == row[:length]
     assert ships("A Cat, on a blue background!")["input_ids"] == ships("a cat on a blue background")["input_ids"]
+
+
+def test_what_is_packed_paints_as_the_recipe_does(recipe: Any, tmp_path: Path) -> None:
+    """Random parts, packed, through Motet's engine room and through the libraries' own classes: the same picture."""
+    network, text, packing = recipe("emoji_denoiser"), recipe("emoji_text"), recipe("emoji_pack")
+    torch.manual_seed(0)
+    model = network.denoiser()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.08)
+    model.save_pretrained(tmp_path / "made" / "transformer")
+    model.save_pretrained(tmp_path / "made" / "transformer_turbo")
+    recipe("emoji_codec").autoencoder().save_pretrained(tmp_path / "made" / "vae")
+    text.encoder().save_pretrained(tmp_path / "made" / "text_encoder")
+    packing.pack(tmp_path / "made", tmp_path / "out", torch.float8_e4m3fn)
+    cpu = torch.device("cpu")
+    for name, guided, steps in (("motet-emoji", True, 3), ("motet-emoji-turbo", False, 4)):
+        painter = recipe("emoji_score").Painter(tmp_path / "out" / name)
+        (wanted,) = painter.paint(["a red apple"], steps=steps if guided else 0, seed=5)
+        ours = picture_model(tmp_path / "out" / name, dtype=torch.float32, devices=(cpu, cpu, cpu))
+        assert ours.rules.few_step is not guided
+        order = check_order(ImageRequest(request_id="", model="", prompt="a red apple", num_steps=steps), ours.rules)
+        run = ours.begin_solver(order, ours.painter.latent_shape(64, 64))
+        conds = ours.painter.encode(["a red apple", ""] if guided else ["a red apple"])
+        tokens = torch.randn(64, 16, generator=torch.Generator().manual_seed(5))  # the recipe draws them packed
+        latents = run.start(network.unpacked(tokens[None])[0], None)
+        for step in range(steps):
+            rows = Rows(
+                latents=latents.expand(len(conds), -1, -1, -1), times=torch.full((len(conds),), run.time(step)),
+                guidance=torch.ones(len(conds)), conds=conds, width=64, height=64,
+            )  # fmt: skip
+            said = ours.painter.forward(rows)
+            latents, _ = run.advance(latents, said[-1] + order.guidance_scale * (said[0] - said[-1]), step, None)
+        apart = (ours.painter.decode(latents[None])[0].int() - torch.from_numpy(wanted).int()).abs()
+        assert wanted.std() > 3
+        assert apart.max() <= 1 and apart.float().mean() < 0.01

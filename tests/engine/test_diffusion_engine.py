@@ -255,6 +255,31 @@ def test_rows_are_bounded(made: list[DiffusionEngine]) -> None:
     assert max(len(batch) for batch in painter.batches) <= 4
 
 
+def test_protected_steps_take_a_pass_of_their_own(made: list[DiffusionEngine]) -> None:
+    painter = ScriptedPainter()
+    exact: list[bool] = []
+    passes: list[tuple[bool, int]] = []
+    forward = painter.forward
+
+    def counted(rows: Any) -> torch.Tensor:
+        passes.append((exact[-1], len(rows)))
+        return forward(rows) + 0.01 * exact[-1]
+
+    painter.forward = counted  # type: ignore[method-assign]
+    painter.protect = exact.append  # type: ignore[attr-defined]
+    one = new(made, painter, protected_steps=2)
+    latents = watched(one)
+    asked = [request("long", num_steps=9, guidance_scale=0.0), request("short", num_steps=5, guidance_scale=0.0)]
+    run(one, *asked)
+    assert sum(rows for is_exact, rows in passes if is_exact) == 8  # two first and two last steps of each
+    assert sum(rows for is_exact, rows in passes if not is_exact) == 5 + 1
+    together, passes[:] = dict(latents), []
+    for each in asked:
+        run(one, each)
+    for name, tensor in together.items():
+        torch.testing.assert_close(latents[name], tensor, rtol=0, atol=1e-5)
+
+
 def test_little_slack_takes_a_smaller_batch(made: list[DiffusionEngine]) -> None:
     painter = ScriptedPainter()
     one = new(made, painter)
@@ -362,11 +387,43 @@ def test_other_requests_and_second_ids_are_refused(made: list[DiffusionEngine]) 
         one.append("a", [1])
 
 
+def test_who_watches_is_told_of_every_job_and_step(made: list[DiffusionEngine]) -> None:
+    one = new(made)
+    run(one, request("a"))
+    told: list[tuple[str, float, float]] = []
+    one.watch(lambda *work: told.append(work))
+    run(one, request("b", num_steps=3))
+    one.watch(None)
+    run(one, request("c"))
+    told.sort(key=lambda work: work[1])
+    assert [stage for stage, _, _ in told] == ["encode", "denoise", "denoise", "denoise", "decode"]
+    assert all(began <= ended for _, began, ended in told)
+    assert all(before[2] <= after[1] + 1e-4 for before, after in zip(told, told[1:]))
+
+
+def test_the_end_of_a_stages_job_is_seen_soon(made: list[DiffusionEngine]) -> None:
+    now = [10.0]
+    painter = ScriptedPainter()
+    painter.encode_gate = threading.Event()
+    one = new(made, painter, clock=lambda: now[0])
+    assert one.next_timer() is None
+    one.submit(request("a"))
+    one.step()
+    waits = []
+    for age in (0.0, 0.01, 0.02, 1.0):
+        now[0] = 10.0 + age
+        waits.append((one.next_timer() or 0.0) - now[0])
+    assert waits == pytest.approx([0.0003, 0.001, 0.002, 0.004])  # a tenth of its age, in bounds
+    painter.encode_gate.set()
+
+
 def test_through_a_host_and_over_the_wire() -> None:
     async def ask() -> list[AnyEvent]:
         client = InlineClient(HostConfig(), build=lambda name, config, report: engine())
         try:
-            return [event async for event in client.submit(request("a", n=2, preview_every=1))]
+            told = [event async for event in client.submit(request("a", n=2, preview_every=1))]
+            assert (await client.stats())["models"]["fake"]["device_seconds"] > 0
+            return told
         finally:
             await client.close()
 

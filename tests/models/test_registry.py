@@ -107,6 +107,35 @@ def test_the_hub_gives_weights_and_words_but_no_code(monkeypatch: pytest.MonkeyP
     assert "trust_remote_code" not in asked
 
 
+def test_of_a_picture_model_its_parts_are_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Folders of parts, nothing that lies beside them; and it is a model of pictures."""
+    asked: list[dict[str, list[str]]] = []
+
+    def snapshot(repo_id: str, **options: list[str]) -> str:
+        (tmp_path / "model_index.json").write_text("{}")
+        asked.append(options)
+        return str(tmp_path)
+
+    def taken(file: str) -> bool:
+        rules = {"allow_patterns": asked[-1]["allow_patterns"], "ignore_patterns": asked[-1]["ignore_patterns"]}
+        return list(huggingface_hub.utils.filter_repo_objects([file], **rules)) == [file]
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    assert resolve("owner/pictures").kind == "image"
+    assert asked[0] == {"allow_patterns": ["model_index.json"]}
+    wanted = [
+        "model_index.json", "transformer/config.json", "transformer/diffusion_pytorch_model-00001-of-00003.safetensors",
+        "vae/diffusion_pytorch_model.safetensors", "text_encoder_2/model.safetensors.index.json", "tokenizer/merges.txt",
+        "tokenizer_2/spiece.model", "tokenizer_2/special_tokens_map.json", "scheduler/scheduler_config.json",
+    ]  # fmt: skip
+    assert [file for file in wanted if not taken(file)] == []
+    unwanted = [
+        "flux1-dev.safetensors", "vae/diffusion_pytorch_model.fp16.safetensors", "transformer/model.bin",
+        "unet/diffusion_pytorch_model.safetensors", "transformer/onnx/config.json", "pipeline.py", "transformer/x.py",
+    ]  # fmt: skip
+    assert [file for file in unwanted if taken(file)] == []
+
+
 def test_a_hub_that_is_switched_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The real client, told to stay offline (tests/conftest.py), with an empty cache."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
