@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "Chat": "motet.pipelines.chat",
+    "ImageGeneration": "motet.pipelines.image",
     "Speech": "motet.pipelines.speech",
     "Transcription": "motet.pipelines.transcription",
 }

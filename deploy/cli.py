@@ -1,4 +1,4 @@
-"""The command line: `motet serve | chat | transcribe | speak | models | demo | bench`.
+"""The command line: `motet serve | chat | transcribe | speak | image | models | demo | bench`.
 
 Reads arguments and configuration, then hands over to the server, the SDK or the demo. Never imports torch itself: the
 server's process stays free of it, and `motet --help` is quick.
@@ -23,7 +23,6 @@ from .config import ConfigError, MotetConfig, add_flags, build, merge, read_toml
 # Words that will be commands; until then each says so instead of looking like a typo.
 RESERVED = {
     "talk": "a spoken conversation",
-    "image": "pictures from text",
     "video": "short videos from text",
     "embed": "embeddings",
     "plan": "what fits on this machine",
@@ -36,6 +35,7 @@ RESERVED = {
 }
 
 SOUND_FORMATS = ("mp3", "opus", "aac", "flac", "wav", "pcm")  # of pipelines/sound_file.py, which brings the codecs
+PICTURE_FORMATS = ("png", "jpeg", "webp")
 
 
 class UsageError(Exception):
@@ -139,6 +139,28 @@ def make_parser() -> argparse.ArgumentParser:
     voice.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads (default: all cores)")
     voice.set_defaults(run=run_speak)
 
+    image = commands.add_parser("image", help="pictures from text", allow_abbrev=False)
+    image.add_argument("prompt", metavar="PROMPT", help="what to see; - is stdin")
+    image.add_argument(
+        "-o", "--output", metavar="FILE", help="default: picture.png here; several are numbered; - is stdout"
+    )
+    image.add_argument("--format", choices=PICTURE_FORMATS, help="default: by the file's name")
+    image.add_argument("--quality", type=int, metavar="N", help="0 to 100, of jpeg and webp (default: 95)")
+    image.add_argument("--model", metavar="MODEL", help="default: the first installed one that makes pictures")
+    image.add_argument("-n", type=int, default=1, metavar="N", help="so many pictures (default: 1)")
+    image.add_argument("--size", metavar="WxH", help="one of the model's sizes (default: its first)")
+    image.add_argument("--steps", type=int, metavar="N", help="default: the model's own")
+    image.add_argument("--seed", type=int, metavar="N", help="same seed, same picture (default: drawn, and told)")
+    image.add_argument("--negative", metavar="TEXT", help="what shall not be seen")
+    image.add_argument("--guidance", type=float, metavar="X", help="how closely the prompt is followed (default: the "
+                       "model's own)")  # fmt: skip
+    image.add_argument("--solver", metavar="NAME", help="default: the model's own")
+    image.add_argument("--image", metavar="FILE", help="a picture to begin with")
+    image.add_argument("--strength", type=float, metavar="X", help="with --image: near 0 keeps it, 1 forgets it "
+                       "(default: 0.8)")  # fmt: skip
+    image.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads (default: all cores)")
+    image.set_defaults(run=run_image)
+
     models = commands.add_parser("models", help="list the models that can be named", allow_abbrev=False)
     models.set_defaults(run=run_models)
 
@@ -188,6 +210,12 @@ def run_speak(namespace: argparse.Namespace) -> int:
     if namespace.text is None and not namespace.list_voices:
         raise UsageError("speak: say what to speak, or - for the text on stdin")
     from .speak import run
+
+    return run(namespace)
+
+
+def run_image(namespace: argparse.Namespace) -> int:
+    from .image import run
 
     return run(namespace)
 

@@ -1,8 +1,8 @@
 """`motet demo`: the main jobs on the packaged models, with figures.
 
 Starts the real server as a child process, asks it over SSE with the public `openai` client, asks a second turn that
-hits the prefix cache, lets it hear human speech over WebSocket (speech_demo.py) and speak its answer (voice_demo.py), asks
-once through the SDK, and prints what happened. Knows no engine: it is just a client.
+hits the prefix cache, lets it hear human speech over WebSocket (speech_demo.py) and speak its answer (voice_demo.py), has it
+make pictures (picture_demo.py), asks once through the SDK, and prints what happened. Knows no engine: it is just a client.
 """
 
 from __future__ import annotations
@@ -52,9 +52,12 @@ def run(*, port: int = 0, keep_serving: bool = False, model: str | None = None) 
     except ImportError as error:
         raise Unavailable("the demo needs the openai client: run `make venv`, or pip install openai") from error
 
+    from . import picture_demo
+
     model = model or default_model("llm")
     recogniser, voice = _installed("asr"), _installed("tts")
-    served = [name for name in (model, recogniser, voice) if name]
+    painters = picture_demo.installed()
+    served = [name for name in (model, recogniser, voice, *painters) if name]
     with running_server(served, port or free_port()) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
         say(f"\n-- over HTTP, with the openai client: {QUESTION}")
@@ -71,6 +74,8 @@ def run(*, port: int = 0, keep_serving: bool = False, model: str | None = None) 
             from . import voice_demo
 
             voice_demo.run(voice, recogniser, first.text, client)
+        if painters:
+            picture_demo.run(url, painters, client)
         say(f"\n-- in this process, with the SDK: {SDK_QUESTION}")
         sdk = ask_sdk(model, SDK_QUESTION)
         say("\n" + table(model, first, second, sdk))

@@ -1,11 +1,13 @@
-"""Sound files read in processes of their own, for a server: PCM comes back piece by piece, and a bad file harms nobody.
+"""Files read in processes of their own, for a server: PCM comes back piece by piece, pixels whole, and a bad file harms nobody.
 
     decoder = DecoderProcess()
     async for pcm in decoder.decode(file, limits, encoding="s16"): ...
+    pixels = await decoder.open_picture(data, width, height)
     await decoder.close()
 
-`decode_blocks` of media.py does the work, in a child forked for each file by one prepared process (decoder_worker.py). What
-is not taken yet waits in a pipe of bounded size, so a file of any length costs little memory here. Used from one event loop.
+`decode_blocks` of media.py and `open_picture` of picture_file.py do the work, in a child forked for each file by one
+prepared process (decoder_worker.py). What is not taken yet waits in a pipe of bounded size, so a file of any length costs
+little memory here. Used from one event loop.
 """
 
 from __future__ import annotations
@@ -16,16 +18,21 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import IO
 
+import numpy as np
+
 from ..engine.errors import InvalidRequest, Unavailable
 from .decoder_worker import DONE, FRAME, ORDER, PCM, PIECE, REFUSED
 from .media import Encoding, MediaLimits
+from .picture_file import MAX_BYTES, Pixels
 
 _TRIES = 2  # when the process is found ended
 _MOST_BYTES = 4 * PIECE  # of a frame; a child that says more is not believed
+_BROKEN = "unsupported_media"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +43,7 @@ class DecoderLimits:
     cpu_per_second: float = 1 / 50  # ...this much more per second that the audio may last
     patience: float = 10.0  # time, in processor time: others compute too, and the reader may be slow
     memory: int = 512 * 1024 * 1024  # bytes, besides the program itself
+    picture_cpu_s: float = 20.0  # of processor time for a picture
 
 
 class DecoderProcess:
@@ -59,7 +67,8 @@ class DecoderProcess:
         code "unsupported_media" also when reading the file broke or outlasted its reader. Leaving early (aclose,
         cancel) ends the child.
         """
-        reader, pipe = await self._begin(file, limits, encoding)
+        cpu_s = self._limits.cpu_s + self._limits.cpu_per_second * limits.max_seconds
+        reader, pipe = await self._begin(file, limits, encoding, cpu_s)
         num_bytes = 0
         try:
             while (data := await _piece(reader)) is not None:
@@ -69,6 +78,32 @@ class DecoderProcess:
                 yield data
         finally:
             pipe.close()
+
+    async def open_picture(self, data: bytes, width: int, height: int, *, max_bytes: int = MAX_BYTES) -> Pixels:
+        """`open_picture` of picture_file.py: uint8 [height, width, 3]. Raises what that raises, all with param "image"; code
+        "invalid_image" also when reading the file broke. Being cancelled ends the child."""
+        num_bytes = width * height * 3
+        limits = MediaLimits(max_input_bytes=max_bytes, max_pcm_bytes=num_bytes)
+        kept = bytearray()
+        with tempfile.TemporaryFile() as file:
+            await asyncio.to_thread(_write, file, data)
+            reader, pipe = await self._begin(file, limits, "s16", self._limits.picture_cpu_s, (width, height))
+            try:
+                while (piece := await _piece(reader)) is not None and len(kept) < num_bytes:
+                    kept += piece
+            except InvalidRequest as error:
+                if error.code != _BROKEN:
+                    raise InvalidRequest(error.message, param="image", code=error.code) from None
+                kept.clear()
+            finally:
+                pipe.close()
+        if len(kept) != num_bytes:
+            raise InvalidRequest(
+                "image: it cannot be decoded: reading it failed, or took too much time or memory",
+                param="image",
+                code="invalid_image",
+            )
+        return np.frombuffer(kept, np.uint8).reshape(height, width, 3)
 
     async def close(self) -> None:
         """End the process. A file that is being read is read on until its reader leaves."""
@@ -90,13 +125,17 @@ class DecoderProcess:
                 await asyncio.to_thread(process.wait)
 
     async def _begin(
-        self, file: IO[bytes], limits: MediaLimits, encoding: Encoding
+        self,
+        file: IO[bytes],
+        limits: MediaLimits,
+        encoding: Encoding,
+        cpu_s: float,
+        size: tuple[int, int] = (0, 0),
     ) -> tuple[asyncio.StreamReader, asyncio.BaseTransport]:
         """Order a child; what it says can be read from now on. Raises Unavailable."""
-        cpu_s = self._limits.cpu_s + self._limits.cpu_per_second * limits.max_seconds
         order = ORDER.pack(
             limits.max_input_bytes, limits.max_seconds, limits.max_pcm_bytes, encoding == "s16", int(cpu_s) + 1,
-            cpu_s * self._limits.patience, self._limits.memory,
+            cpu_s * self._limits.patience, self._limits.memory, *size,
         )  # fmt: skip
         for _ in range(_TRIES):
             try:
@@ -147,6 +186,11 @@ class DecoderProcess:
         return self._orders
 
 
+def _write(file: IO[bytes], data: bytes) -> None:
+    file.write(data)
+    file.flush()
+
+
 async def _connected(pipe: int) -> tuple[asyncio.StreamReader, asyncio.BaseTransport]:
     """A descriptor as a stream that is read no faster than it is taken."""
     reader = asyncio.StreamReader(limit=2 * PIECE)
@@ -176,5 +220,5 @@ def _broken() -> InvalidRequest:
     return InvalidRequest(
         "the file cannot be decoded: reading it failed, or took too much time or memory",
         param="file",
-        code="unsupported_media",
+        code=_BROKEN,
     )

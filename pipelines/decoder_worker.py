@@ -1,9 +1,9 @@
-"""A process that reads sound files for another one: `python -m motet.pipelines.decoder_worker FD`. See decoder_process.py.
+"""A process that reads files for another one: `python -m motet.pipelines.decoder_worker FD`. See decoder_process.py.
 
-FD is a connected Unix stream socket. Each order on it is an `ORDER` of limits with two descriptors: the file, and a pipe for
-what is found. For each a child is forked that has the codecs in memory already, reads that one file and ends, so that one
-file's reader never sees another's. A child may not write files, and its memory, processor time and time are bounded:
-whatever a forged file makes of FFmpeg ends there. The process ends when its socket does. Torch-free.
+FD is a connected Unix stream socket. Each order on it is an `ORDER` of limits with two descriptors: a file with sound or a
+picture, and a pipe for what is found. For each a child is forked that has the codecs in memory already, reads that one file
+and ends, so that one file's reader never sees another's. A child may not write files, and its memory, processor time and time
+are bounded: whatever a forged file makes of FFmpeg or Pillow ends there. The process ends when its socket does. Torch-free.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from typing import BinaryIO, NoReturn
 
 from ..engine.errors import InvalidRequest
 from .media import DecodingStopped, Encoding, MediaLimits, decode_blocks, to_s16
+from .picture_file import open_picture, prepare_opening
 
-# max_input_bytes, max_seconds, max_pcm_bytes, whether 16 bits, processor seconds, seconds, bytes of memory
-ORDER = struct.Struct("<QdQ?IdQ")
-# On the pipe: a letter and a length, then PCM, the JSON of a refusal, or nothing at the beginning and the end of the file.
+# max_input_bytes, max_seconds, max_pcm_bytes, whether 16 bits, processor seconds, seconds, bytes of memory; width and height
+# that a picture shall have, 0 for sound
+ORDER = struct.Struct("<QdQ?IdQII")
+# On the pipe: a letter and a length, then PCM (or pixels), the JSON of a refusal, or nothing at the beginning and the end of
+# the file.
 FRAME = struct.Struct("<cI")
 BEGUN, PCM, REFUSED, DONE = b"B", b"P", b"E", b"D"
 PIECE = 1 << 18  # bytes of PCM that are collected before they are sent
@@ -36,10 +39,14 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a child ended: its pipe says it
     orders = socket.socket(fileno=int(sys.argv[1]))
+    for_pictures = False  # a server of voices never needs Pillow
     while True:
         order, descriptors, _, _ = socket.recv_fds(orders, ORDER.size, 2)
         if len(order) < ORDER.size or len(descriptors) < 2:
             return
+        if not for_pictures and ORDER.unpack(order)[-1]:
+            prepare_opening()
+            for_pictures = True
         if os.fork() == 0:
             orders.close()
             _serve(order, *descriptors)
@@ -49,7 +56,7 @@ def main() -> None:
 
 def _serve(order: bytes, source: int, out: int) -> NoReturn:
     """The child's life."""
-    max_bytes, max_seconds, max_pcm, short, cpu_s, time_s, memory = ORDER.unpack(order)
+    max_bytes, max_seconds, max_pcm, short, cpu_s, time_s, memory, width, height = ORDER.unpack(order)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # nobody wants it any more
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, time_s)
@@ -59,7 +66,10 @@ def _serve(order: bytes, source: int, out: int) -> NoReturn:
     limits = MediaLimits(max_input_bytes=max_bytes, max_seconds=max_seconds, max_pcm_bytes=max_pcm)
     with open(out, "wb", buffering=0) as pipe, open(source, "rb") as file:
         os.lseek(source, 0, os.SEEK_SET)
-        _decode(file, pipe, limits, "s16" if short else "f32")
+        if width:
+            _open(file, pipe, max_bytes, width, height)
+        else:
+            _decode(file, pipe, limits, "s16" if short else "f32")
     os._exit(0)
 
 
@@ -93,6 +103,18 @@ def _decode(file: BinaryIO, pipe: BinaryIO, limits: MediaLimits, encoding: Encod
         pass
     except InvalidRequest as error:
         _send(pipe, REFUSED, json.dumps([error.message, error.code]).encode())
+
+
+def _open(file: BinaryIO, pipe: BinaryIO, max_bytes: int, width: int, height: int) -> None:
+    """Send the pixels of the picture in `file` in pieces, or why there are none."""
+    try:
+        pixels = open_picture(file.read(max_bytes + 1), width, height, max_bytes=max_bytes).tobytes()
+    except InvalidRequest as error:
+        _send(pipe, REFUSED, json.dumps([error.message, error.code]).encode())
+        return
+    for start in range(0, len(pixels), PIECE):
+        _send(pipe, PCM, pixels[start : start + PIECE])
+    _send(pipe, DONE)
 
 
 def _send(pipe: BinaryIO, kind: bytes, data: bytes = b"") -> None:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from ..engine.client import EngineClient, InlineClient, OnProgress
 from ..engine.config import HostConfig
 from ..engine.errors import ModelNotFound, Unavailable
+from ..engine.frontend.pictures import PictureFrontend
 from ..engine.frontend.speech import SpeechFrontend
 from ..engine.frontend.text import TextFrontend
 from ..engine.types import ModelInfo
@@ -42,6 +43,7 @@ class Hub:
         self.client: EngineClient = client if client is not None else _own_host(config, on_progress)
         self.text = TextFrontend(self.client)
         self.speech = SpeechFrontend(self.client)
+        self.pictures = PictureFrontend(self.client)
         self._finalizer = weakref.finalize(self, _shut_down, self.client, self._loop, self._thread)
 
     @property

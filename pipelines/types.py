@@ -17,6 +17,8 @@ from ..engine.types import FinishReason, SamplingParams, Segment, Timing, Transc
 from .subtitles import to_srt, to_vtt
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from .sound_file import SoundFormat
 
 Message: TypeAlias = Mapping[str, Any]  # {"role": "user", "content": "..."}
@@ -300,3 +302,70 @@ class SpeechResult:
 
 def _to_floats(pcm: bytes) -> NDArray[np.float32]:
     return np.frombuffer(pcm, "<i2").astype(np.float32) / np.float32(32768)
+
+
+# ----------------------------------------------------------------------------------------------------------- pictures
+
+# A file, the bytes of a file, a PIL image, or uint8 [H, W], [H, W, 3] or [H, W, 4].
+ImageSource: TypeAlias = "str | os.PathLike[str] | bytes | NDArray[np.uint8] | Image"
+
+
+class ImageOptions(TypedDict, total=False):
+    """What pictures may be asked for by keyword. What is not given, or None, is the model's own."""
+
+    negative_prompt: str  # what shall not be seen
+    size: str | tuple[int, int]  # "WxH" or (width, height); the model says which there are (`sizes`)
+    width: int  # instead of `size`, with `height`
+    height: int
+    steps: int | None
+    guidance_scale: float | None  # how closely the prompt is followed
+    seed: int | None  # the same seed, the same picture; picture i of n has seed + i. None: drawn
+    solver: str | None
+    image: ImageSource | None  # the picture to begin with; scaled until it covers the size, what stands over is cut off
+    strength: float | None  # with `image`: near 0 keeps it, 1 forgets it; default 0.8
+    num_previews: int  # of each picture, in streams; default 0
+    priority: int  # lower runs earlier
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageProgress:
+    """Picture `index` has `step` of `num_steps` steps behind it. `preview`, RGB, may be some steps older."""
+
+    index: int
+    step: int
+    num_steps: int
+    preview: Image | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadePicture:
+    """A finished picture, RGB, and the seed that makes it again alone. `index` is its place among the n of its request."""
+
+    index: int
+    seed: int
+    image: Image
+
+
+ImageEvent: TypeAlias = ImageProgress | MadePicture
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageTiming:
+    """Seconds, as the engine saw them."""
+
+    queue_s: float
+    first_picture_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageResult:
+    """All pictures of a request, in the order of their indices."""
+
+    pictures: tuple[MadePicture, ...]
+    usage: Usage
+    timing: ImageTiming
+
+    @property
+    def images(self) -> list[Image]:
+        return [picture.image for picture in self.pictures]

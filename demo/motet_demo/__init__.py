@@ -1,7 +1,7 @@
 """Small models that Motet can serve on a fresh machine without any hub, registered through `motet.models`.
 
-Knows which package carries which file, and its licence. Ships only weights that no package carries (a voice and a speaker
-encoder), and never imports the packages that carry the others: importing one may pull in another engine.
+Knows which package carries which file, and its licence. Ships only weights that no package carries (a voice, models of pictures
+and a speaker encoder), and never imports the packages that carry the others: importing one may pull in another engine.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from .joined import joined_folder
 
 __all__ = ["clips", "models"]
 
+_NUM_EMOJI = 4_942_352 + 400_855 + 544_128  # denoiser, autoencoder, text encoder
 _WHISPER_BASE_SHA256 = "905e5bf8336bcc625ba4e33498d675a4b935504118c594d868c36e91a60c1a57"
 
 
@@ -57,10 +58,26 @@ def models() -> list[ModelSpec]:
         ModelSpec(
             id="motet-voice",
             kind="tts",
-            locate=lambda: Path(__file__).parent / "weights" / "motet-voice",
+            locate=lambda: _own_folder("motet-voice"),
             licence="Apache-2.0; taught by flite's voice rms, under a BSD-like licence",
             summary="Motet's own English voice: a Llama of codec tokens, Q8_0, and a codec of SNAC's shape, 24 kHz",
             num_parameters=12_648_000,
+        ),
+        ModelSpec(
+            id="motet-emoji",
+            kind="image",
+            locate=lambda: _own_folder("motet-emoji"),
+            licence="Apache-2.0; learned from Microsoft's Fluent Emoji, MIT",
+            summary="Motet's own pictures of emoji, 64x64: a Flux-shaped denoiser, an autoencoder, a text encoder; 20 steps",
+            num_parameters=_NUM_EMOJI,
+        ),
+        ModelSpec(
+            id="motet-emoji-turbo",
+            kind="image",
+            locate=lambda: _own_folder("motet-emoji-turbo"),
+            licence="Apache-2.0; learned from Microsoft's Fluent Emoji, MIT",
+            summary="motet-emoji's denoiser distilled to 4 steps; its other parts are those of motet-emoji",
+            num_parameters=_NUM_EMOJI,
         ),
         ModelSpec(
             id="speaker-ge2e",
@@ -82,6 +99,14 @@ def _whisper_base() -> Path:
     ]
     others = [parts[1].parent / name for name in ("config.json", "tokenizer.json", "vocabulary.json")]
     return joined_folder("whisper-base", parts, others, file="model.bin", sha256=_WHISPER_BASE_SHA256)
+
+
+def _own_folder(name: str) -> Path:
+    """A folder of weights of this package. Raises ModelNotFound where it was not shipped."""
+    path = Path(__file__).parent / "weights" / name
+    if not path.is_dir():
+        raise ModelNotFound(f"this copy of motet-demo has no weights of {name}")
+    return path
 
 
 def _packaged_file(package: str, file: str, *, install: str) -> Path:

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
+from motet.deploy import picture_demo
 from motet.deploy.demo import Turn, table
 from motet.deploy.voice_demo import first_sentences
 from motet.engine.errors import Unavailable
@@ -33,7 +35,20 @@ def test_the_whole_demo(tmp_path: Path) -> None:
     assert len(spoken) > 2 * SAMPLE_RATE
     (said,) = re.findall(r"word error rate +([\d.]+) %\n", done.stdout.partition("motet-voice speaks")[2])
     assert float(said) < 60  # one answer: its exact figure is chance, but noise would not be read at all
+    for model in (painters := picture_demo.installed()):
+        assert f"-- {model} paints into motet-demo" in done.stdout
+    if painters:
+        with Image.open(tmp_path / "motet-demo.png") as made:
+            assert made.size == (64, 64)
     assert "Traceback" not in done.stderr
+
+
+def test_models_of_pictures_that_are_not_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(picture_demo, "MODELS", ("no-such-model",))
+    assert picture_demo.installed() == []
+    assert "a part of this demo is left out: no model 'no-such-model'" in capsys.readouterr().err
 
 
 def test_the_table() -> None:
