@@ -28,9 +28,11 @@ from .exchange import Endpoint, Exchange
 from .openai_audio import FILE, transcriptions, translations
 from .openai_chat import chat_completions
 from .openai_completions import completions
+from .openai_images import generations
 from .openai_models import get_model, list_models
 from .openai_speech import speech, voices
 from .openapi import Operation, document
+from .picture_words import ImageCreate, ImagesResponse, PartialImage
 from .probes import livez, metrics, ready, show_version
 from .protocol import (
     ChatChunk,
@@ -124,6 +126,16 @@ def operations() -> list[Operation]:
             summary="The voices that can speak here.",
             response=VoiceList,
             errors=(500, 503),
+        ),
+        Operation(
+            method="POST",
+            path="/v1/images/generations",
+            handler=generations,
+            summary="Text to pictures.",
+            request=ImageCreate,
+            response=ImagesResponse,
+            chunk=PartialImage,
+            errors=_ENGINE_ERRORS,
         ),
         Operation(
             method="GET", path="/v1/models", handler=list_models, summary="The models served here.", response=ModelList

@@ -45,7 +45,8 @@ class ServerConfig:
     max_upload_bytes: int = 1024 * 1024 * 1024  # of one audio file, as it comes in
     max_uploads_bytes: int = 8 * 1024 * 1024 * 1024  # of all files that are coming in or being read, together
     max_audio_s: float = 4 * 3600.0  # of one audio file, decoded
-    max_decodes: int = 2  # audio files decoded at once; others wait their turn
+    max_decodes: int = 2  # audio files decoded at once, and pictures; others wait their turn
+    max_pictures_bytes: int = 512 * 1024 * 1024  # of all pictures to begin from that wait to be opened, together
     max_sessions: int = 256  # live WebSocket sessions
     max_socket_message_bytes: int = 4 * 1024 * 1024
     max_live_ahead_s: float = 30.0  # of audio that a live client may send before its time; then it is read no faster
@@ -82,6 +83,7 @@ class ServerConfig:
             "max_uploads_bytes",
             "max_audio_s",
             "max_decodes",
+            "max_pictures_bytes",
             "max_sessions",
             "max_socket_message_bytes",
             "max_live_ahead_s",

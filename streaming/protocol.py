@@ -477,6 +477,25 @@ class Completion(Struct, frozen=True, kw_only=True):
     system_fingerprint: str | None = None
 
 
+class PictureCardBody(Struct, frozen=True, kw_only=True):
+    """What a model that makes pictures allows. The first of `sizes` is its default, as are the single values.
+
+    `guidance`: "cfg" also takes a negative prompt; "embedded" is a number the model was trained with; "none" is for models
+    that take neither. A few-step model takes exactly `steps`.
+    """
+
+    sizes: list[str]
+    steps: int
+    max_steps: int
+    few_step: bool
+    guidance: Literal["cfg", "embedded", "none"]
+    guidance_scale: float
+    solver: str
+    solvers: list[str]
+    max_prompt_chars: int
+    takes_image: bool
+
+
 class ModelBody(Struct, frozen=True, kw_only=True):
     id: str
     object: Literal["model"] = "model"
@@ -486,6 +505,7 @@ class ModelBody(Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None  # known once the model is loaded
     capabilities: list[str] = []
     state: str = "unloaded"
+    picture: PictureCardBody | UnsetType = UNSET  # of models that make pictures, once loaded
 
 
 class ModelList(Struct, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..engine.client import EngineClient
 from ..engine.errors import InvalidRequest, ModelNotFound, MotetError, Overloaded, Unavailable
+from ..engine.frontend.pictures import PictureCard, PictureFrontend
 from ..engine.frontend.speech import SpeechFrontend
 from ..engine.frontend.text import TextFrontend
 from ..engine.metrics import Metrics
@@ -22,7 +23,8 @@ from .exchange import Exchange
 if TYPE_CHECKING:
     from .session import SocketSession
 
-_JOBS = {"llm": "write text", "asr": "transcribe speech", "tts": "speak"}  # kind of model -> what only it can do
+# kind of model -> what only it can do
+_JOBS = {"llm": "write text", "asr": "transcribe speech", "tts": "speak", "image": "make pictures"}
 _BUSY_S = 60.0  # after so long without a word an engine is not busy but down
 State = Literal["starting", "ready", "draining", "closed"]
 
@@ -44,6 +46,8 @@ class Service:
         self.sessions: set[SocketSession] = set()  # open WebSockets
         self.upload_bytes = 0  # held for the requests being worked on
         self.decodes = asyncio.Semaphore(config.max_decodes)
+        self.picture_bytes = 0  # of pictures to begin from that wait to be opened
+        self.picture_decodes = asyncio.Semaphore(config.max_decodes)  # their own: an audio file may take minutes
         self.decoder = DecoderProcess()
         self.max_model_lens: dict[str, int] = {}  # of models used so far
         self._aborts: set[asyncio.Task[None]] = set()
@@ -52,12 +56,14 @@ class Service:
         self._last_health: tuple[dict[str, Any] | None, float] = (None, 0.0)  # and when it was given
         self._frontend: TextFrontend | None = None
         self._speech: SpeechFrontend | None = None
+        self._pictures: PictureFrontend | None = None
 
     def attach(self, client: EngineClient) -> None:
         """The engine is there: requests may come."""
         self._client = client
         self._frontend = TextFrontend(client)
         self._speech = SpeechFrontend(client)
+        self._pictures = PictureFrontend(client)
         if self.state == "starting":
             self.state = "ready"
 
@@ -78,6 +84,22 @@ class Service:
         self._check_open()
         assert self._speech is not None
         return self._speech
+
+    @property
+    def pictures(self) -> PictureFrontend:
+        self._check_open()
+        assert self._pictures is not None
+        return self._pictures
+
+    async def picture_card(self, model: str) -> PictureCard | None:
+        """What a loaded model that makes pictures says of itself; None when it does not answer in time."""
+        if self._pictures is None:
+            return None
+        try:
+            async with asyncio.timeout(self.config.stats_timeout_s):
+                return await self._pictures.card(model)
+        except (MotetError, ConnectionError, TimeoutError):
+            return None
 
     def _check_open(self) -> None:
         if self.state in ("draining", "closed"):

@@ -1,10 +1,10 @@
-// The npm client of OpenAI against a running Motet server: BASE_URL, and MODEL (which writes) or VOICE (a model that speaks),
-// come from the environment.
+// The npm client of OpenAI against a running Motet server: BASE_URL, and MODEL (which writes), VOICE (a model that speaks) or
+// IMAGE (one that makes pictures), come from the environment.
 // Each check is one promise; a failed one throws, and the exit status is the number of failures.
 import assert from "node:assert/strict";
 import OpenAI from "openai";
 
-const model = process.env.MODEL, voice = process.env.VOICE;
+const model = process.env.MODEL, voice = process.env.VOICE, image = process.env.IMAGE;
 const client = new OpenAI({ baseURL: process.env.BASE_URL, apiKey: "none", maxRetries: 0, timeout: 120_000 });
 const messages = [{ role: "user", content: "Say hello." }];
 const greedy = { model, messages, temperature: 0, max_tokens: 12 };
@@ -134,8 +134,71 @@ const speaking = {
   },
 };
 
+const scene = { model: image, prompt: "a red apple on a blue background", seed: 7 };
+const bytes = (picture) => Buffer.from(picture.b64_json, "base64");
+const side = (png) => [png.readUInt32BE(16), png.readUInt32BE(20)];
+
+const painting = {
+  async "a picture of the size that the answer says, and its usage"() {
+    const answer = await client.images.generate(scene);
+    const png = bytes(answer.data[0]);
+    assert.equal(png.toString("latin1", 1, 4), "PNG");
+    assert.equal(side(png).join("x"), answer.size);
+    assert.equal(answer.usage.total_tokens, answer.usage.input_tokens + answer.usage.output_tokens);
+    assert.ok(answer.usage.input_tokens > 0 && answer.created > 1.7e9);
+  },
+
+  async "the same seed is the same picture, and several have seeds of their own"() {
+    const [one, two] = [await client.images.generate(scene), await client.images.generate(scene)];
+    assert.ok(bytes(one.data[0]).equals(bytes(two.data[0])));
+    const both = await client.images.generate({ ...scene, n: 2 });
+    assert.deepEqual(both.data.map((picture) => picture.seed), [7, 8]);
+    assert.ok(!bytes(both.data[0]).equals(bytes(both.data[1])));
+  },
+
+  async "a stream of partial images and the picture"() {
+    const stream = await client.images.generate({ ...scene, stream: true, partial_images: 2 });
+    const events = [];
+    for await (const event of stream) events.push(event);
+    const last = events.pop();
+    assert.equal(last.type, "image_generation.completed");
+    assert.ok(last.usage.total_tokens > 0);
+    assert.ok(events.length <= 2);
+    events.forEach((event, index) => {
+      assert.equal(event.type, "image_generation.partial_image");
+      assert.equal(event.partial_image_index, index);
+      assert.equal(side(bytes(event)).join("x"), event.size);
+    });
+  },
+
+  async "every format"() {
+    for (const [output_format, begin] of [["png", "\x89PNG"], ["jpeg", "\xff\xd8\xff"], ["webp", "RIFF"]]) {
+      const answer = await client.images.generate({ ...scene, output_format });
+      assert.equal(bytes(answer.data[0]).toString("latin1", 0, begin.length), begin);
+    }
+  },
+
+  async "a picture that is left ends the request, and the server goes on"() {
+    const stream = await client.images.generate({ ...scene, stream: true, partial_images: 1 });
+    for await (const _ of stream) break;
+    assert.equal((await client.images.generate(scene)).data.length, 1);
+  },
+
+  async "bad sizes, counts and formats are BadRequestErrors that name their field"() {
+    const bad = { prompt: "", size: "63x65", n: 0, steps: 0, guidance_scale: -1, output_format: "gif", response_format: "url", image: "AAAA" };
+    for (const [param, value] of Object.entries(bad)) {
+      await assert.rejects(client.images.generate({ ...scene, [param]: value }), (error) => {
+        assert.ok(error instanceof OpenAI.BadRequestError);
+        assert.equal(error.param, param);
+        return true;
+      });
+    }
+  },
+};
+
 let numFailed = 0;
-for (const [name, check] of Object.entries({ ...(model && writing), ...(voice && speaking) })) {
+const checks = { ...(model && writing), ...(voice && speaking), ...(image && painting) };
+for (const [name, check] of Object.entries(checks)) {
   try {
     await check();
     console.log(`held    ${name}`);

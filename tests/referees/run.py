@@ -26,6 +26,8 @@ MODEL = "smollm2-135m-instruct"
 CONTEXT = 192  # tokens: a request without max_tokens ends within the fuzzer's patience
 VOICE = "motet-voice"
 SPEECH = "^/v1/audio/(speech|voices)$"  # what a server with a voice alone is asked for
+PAINTER = "motet-emoji"
+PICTURES = "^/v1/(images/generations|models)$"  # and one with a model of pictures alone
 CHECKS = (
     "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,"
     "response_headers_conformance,negative_data_rejection,unsupported_method"
@@ -76,7 +78,7 @@ def running_server(model: str, *options: str) -> Iterator[str]:
 
 
 def run_openai(folder: Path, url: str, **models: str) -> bool:
-    """The script's checks of a model that writes (MODEL=...) or speaks (VOICE=...)."""
+    """The script's checks of a model that writes (MODEL=...), speaks (VOICE=...) or makes pictures (IMAGE=...)."""
     shutil.copy(HERE / "openai_client.mjs", folder)
     environment = {**os.environ, "BASE_URL": f"{url}/v1", **models}
     return subprocess.run(["node", "openai_client.mjs"], cwd=folder, env=environment, timeout=300).returncode == 0
@@ -93,9 +95,9 @@ def run_schemathesis(folder: Path, url: str, *options: str) -> bool:
     return subprocess.run([*command, *options], cwd=folder, timeout=600).returncode == 0
 
 
-def spoken_by() -> str:
-    """The voice to be judged: the packaged one, or the folder that $MOTET_VOICE names; "" when there is none."""
-    return os.environ.get("MOTET_VOICE") or (VOICE if VOICE in (spec.id for spec in installed()) else "")
+def chosen(variable: str, packaged: str) -> str:
+    """The model to be judged: the folder that the variable names, or the packaged one; "" when there is none."""
+    return os.environ.get(variable) or (packaged if packaged in (spec.id for spec in installed()) else "")
 
 
 def run_same_text() -> bool:
@@ -116,11 +118,17 @@ def main() -> int:
         if client is not None:
             verdicts["openai-npm after the fuzzing"] = run_openai(client, url, MODEL=MODEL)
         stack.close()
-        if voice := spoken_by():
+        if voice := chosen("MOTET_VOICE", VOICE):
             url = stack.enter_context(running_server(voice))
             verdicts["schemathesis of speech"] = run_schemathesis(fuzzer, url, "--include-path-regex", SPEECH)
             if client is not None:
                 verdicts["openai-npm on speech after the fuzzing"] = run_openai(client, url, VOICE="default")
+            stack.close()
+        if painter := chosen("MOTET_PICTURES", PAINTER):
+            url = stack.enter_context(running_server(painter))
+            verdicts["schemathesis of pictures"] = run_schemathesis(fuzzer, url, "--include-path-regex", PICTURES)
+            if client is not None:
+                verdicts["openai-npm on pictures after the fuzzing"] = run_openai(client, url, IMAGE="default")
     for name, held in verdicts.items():
         print(f"referee {name}: {'held' if held else 'FAILED'}")
     return 0 if all(verdicts.values()) else 1

@@ -17,6 +17,7 @@ from motet.streaming.config import ServedModel, ServerConfig
 from motet.streaming.server import serve
 
 from .fake_engine import ASR, MODEL, FakeEngine, write_tokenizer
+from .fake_painter import IMAGE
 from .fake_voice import TTS, write_voice
 
 
@@ -72,7 +73,8 @@ def _servers(source: Path) -> Iterator[Callable[..., Running]]:
 
     def start(**options: Any) -> Running:
         engine = FakeEngine(source)
-        models = (ServedModel(id=MODEL), ServedModel(id=ASR, kind="asr"), ServedModel(id=TTS, kind="tts"))
+        kinds = {MODEL: "llm", ASR: "asr", TTS: "tts", IMAGE: "image"}
+        models = tuple(ServedModel(id=name, kind=kind) for name, kind in kinds.items())
         config = ServerConfig(**{"port": 0, "models": models, "shutdown_timeout_s": 2.0, **options})
         ready = threading.Event()
         parts: dict[str, Any] = {}

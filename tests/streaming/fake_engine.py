@@ -26,6 +26,7 @@ from motet.engine.types import (
     Done,
     EmbeddingSpan,
     Failed,
+    ImageRequest,
     ModelInfo,
     Request,
     SpeechRequest,
@@ -97,9 +98,11 @@ def write_tokenizer(folder: Path) -> Path:
 
 
 if __name__ == "__main__":
+    from fake_painter import CARD, IMAGE, FakePainter
     from fake_recogniser import FakeRecogniser
     from fake_voice import TTS, FakeVoice, write_voice
 else:
+    from .fake_painter import CARD, IMAGE, FakePainter
     from .fake_recogniser import FakeRecogniser
     from .fake_voice import TTS, FakeVoice, write_voice
 
@@ -140,6 +143,7 @@ class FakeEngine:
         self.hold_audio = False  # live audio is not looked at
         self.inboxes: dict[str, asyncio.Queue[tuple[bytes, bool]]] = {}
         self.voices: dict[str, FakeVoice] = {}  # those that have spoken, in their order
+        self.painters: dict[str, FakePainter] = {}  # those that have painted, in their order
         self._stops: dict[str, str] = {}
 
     async def submit(self, request: AnyRequest) -> AsyncIterator[AnyEvent]:
@@ -165,6 +169,8 @@ class FakeEngine:
     def _events(self, request: AnyRequest) -> AsyncIterator[AnyEvent]:
         if isinstance(request, AudioRequest):
             return self._hear(request)
+        if isinstance(request, ImageRequest):
+            return self._paint(request)
         return self._speak(request) if isinstance(request, SpeechRequest) else self._say(request)
 
     async def _speak(self, request: SpeechRequest) -> AsyncIterator[AnyEvent]:
@@ -186,6 +192,19 @@ class FakeEngine:
                 yield Failed(request_id=request.request_id, error=error)
                 return
             count += 1
+            yield event
+
+    async def _paint(self, request: ImageRequest) -> AsyncIterator[AnyEvent]:
+        async def step() -> None:
+            await asyncio.sleep(self.step_s)
+
+        painter = FakePainter(request, lambda: self._stops.get(request.request_id, ""), step)
+        self.painters[request.request_id] = painter
+        if self.submit_error is not None:
+            yield Failed(request_id=request.request_id, error=self.submit_error.info())
+            return
+        await asyncio.sleep(self.first_s)
+        async for event in painter.events(self.fail_after):
             yield event
 
     async def _hear(self, request: AudioRequest) -> AsyncIterator[AnyEvent]:
@@ -281,8 +300,9 @@ class FakeEngine:
     async def load(self, model: str) -> ModelInfo:
         if not self.alive:
             raise EngineDead("the engine is not running")
-        kind = {MODEL: "llm", TTS: "tts"}.get(model, "asr")
-        return self.info if model == MODEL else msgspec.structs.replace(self.info, model=model, kind=kind)
+        kind = {MODEL: "llm", TTS: "tts", IMAGE: "image"}.get(model, "asr")
+        extra = CARD if model == IMAGE else {}
+        return self.info if model == MODEL else msgspec.structs.replace(self.info, model=model, kind=kind, extra=extra)
 
     async def stats(self) -> dict[str, Any]:
         await asyncio.sleep(self.answer_s)
@@ -305,7 +325,7 @@ class FakeEngine:
 
     async def health(self) -> dict[str, Any]:
         await asyncio.sleep(self.answer_s)
-        return {"alive": self.alive, "ready": self.alive, "models": {MODEL: "loaded"}, "restarts": 0}
+        return {"alive": self.alive, "ready": self.alive, "models": {MODEL: "loaded", IMAGE: "loaded"}, "restarts": 0}
 
     async def drain(self, timeout_s: float) -> None:
         self.drained = True

@@ -13,6 +13,7 @@ import pytest
 
 from .conftest import Running
 from .fake_engine import MODEL
+from .fake_painter import IMAGE
 from .raw_http import Reply, connect, ends_within, get, head, post, read_reply, send
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
@@ -395,7 +396,10 @@ def test_no_cors_by_default(server: Running) -> None:
 
 
 def test_probes_when_the_engine_is_down(server: Running) -> None:
-    assert json.loads(get(server.port, "/readyz").body) == {"status": "ok", "models": {MODEL: "loaded"}}
+    assert json.loads(get(server.port, "/readyz").body) == {
+        "status": "ok",
+        "models": {MODEL: "loaded", IMAGE: "loaded"},
+    }
     server.engine.alive = False
     assert get(server.port, "/livez").status == 200
     reply = get(server.port, "/readyz")

@@ -11,6 +11,7 @@ from motet.engine.errors import Overloaded
 
 from .conftest import Running
 from .fake_engine import ASR, MODEL
+from .fake_painter import IMAGE
 from .fake_voice import TTS
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -161,7 +162,7 @@ def test_echo_and_prompt_scores(server: Running) -> None:
 
 def test_models(server: Running) -> None:
     client = server.client()
-    assert [model.id for model in client.models.list()] == [MODEL, ASR, TTS]
+    assert [model.id for model in client.models.list()] == [MODEL, ASR, TTS, IMAGE]
     assert client.models.retrieve(MODEL).object == "model"
     with pytest.raises(openai.NotFoundError) as caught:
         client.models.retrieve("a/b")
