@@ -68,6 +68,8 @@ bench: venv
 	$(PY) benchmarks/llm.py
 	$(PY) benchmarks/quality.py
 	$(PY) benchmarks/asr.py
+	$(PY) benchmarks/speech.py
+	$(PY) benchmarks/diffusion.py
 
 # Other engines to measure against, each in its own pinned venv under $$MOTET_VENVS.
 peers: venv

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from typing import Protocol
 
 from motet.benchmarks import peer_worker
@@ -28,11 +29,12 @@ class Served(Protocol):
 class Server:
     """`motet serve` as a user starts it; `wait` until it is ready. SIGTERM at the end."""
 
-    def __init__(self, setting: Served) -> None:
+    def __init__(self, setting: Served, *, beside: Sequence[str] = ()) -> None:
+        """`beside`: more models, in the same host."""
         self.port = free_port()
         self._log = tempfile.TemporaryFile()
         command = [
-            sys.executable, "-m", "motet.deploy.cli", "serve", setting.model, "--port", str(self.port), "--preload",
+            sys.executable, "-m", "motet.deploy.cli", "serve", setting.model, *beside, "--port", str(self.port), "--preload",
             "--threads", str(setting.threads), "--dtype", setting.engine.dtype, "--weights", setting.engine.weights,
             "--device", "cpu",
         ]  # fmt: skip
