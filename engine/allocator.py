@@ -8,8 +8,10 @@ encoder takes for a window (58 -> 49 ms on two cores of an EPYC Zen 5), a fourte
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import sys
+from collections.abc import Callable, Sequence
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
@@ -43,12 +45,53 @@ def take_pages(address: int, size: int) -> bool:
     Else the first write to each page waits for it: up to 8 us each on a virtual machine, 6 % of a language model's speed until
     its cache has been written once.
     """
-    if sys.platform != "linux":
+    madvise = _madvise()
+    if madvise is None:
         return False
     page = mmap.PAGESIZE
     first, last = -(-address // page) * page, (address + size) // page * page
     if last <= first:
         return True
-    madvise = ctypes.CDLL(None).madvise
-    status: int = madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), ctypes.c_int(_POPULATE_WRITE))
-    return status == 0
+    return madvise(first, last - first, _POPULATE_WRITE) == 0
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    if sys.platform != "linux":
+        return None
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return function
+
+
+class BlocksAhead:
+    """Takes memory for blocks of a cache shortly before they are handed out, a few a step.
+
+    Streams that began together need their next blocks in the same step. Where that memory is new, the step waits for some
+    hundred pages: 5 to 10 ms beside 15 streams, every 16 tokens, which is their 99th percentile. Only a cache that has
+    outgrown what was taken at its start costs anything here.
+    """
+
+    AHEAD = 32  # blocks
+    LEAST = 3  # blocks of a step: 15 streams use one a step, a prompt some more
+
+    def __init__(self, arenas: Sequence[tuple[int, int]], *, num_blocks: int, num_backed: int) -> None:
+        """`arenas`: where each part of the cache starts, and the bytes of a block in it."""
+        self._arenas = arenas
+        self._num_blocks = num_blocks
+        self.num_backed = num_backed  # blocks that have memory, or are being written anyway
+        self._grows = False
+
+    def used(self, highest: int) -> None:
+        """A step is done, and `highest` is the highest block that was handed out."""
+        self._grows = self._grows or highest >= self.num_backed
+        if not self._grows:
+            return
+        self.num_backed = max(self.num_backed, highest + 1)
+        missing = min(self._num_blocks, highest + 1 + self.AHEAD) - self.num_backed
+        if missing <= 0:
+            return
+        first, count = self.num_backed, min(missing, max(self.LEAST, missing // 4))
+        self.num_backed += count
+        for address, size in self._arenas:
+            take_pages(address + first * size, count * size)

@@ -20,7 +20,7 @@ from ..models import loader
 from ..models.build import CausalModel, build_model
 from ..models.decoder import Decoder
 from ..models.spec import WHOLE, Shard
-from .allocator import release_freed_memory, take_pages
+from .allocator import BlocksAhead, release_freed_memory, take_pages
 from .cache.block_pool import BlockPool
 from .cache.manager import CacheManager, KVGroup, make_groups
 from .compatibility import check_config, verdict
@@ -139,7 +139,10 @@ def load_llm(
     if proposer is None and config.speculation == "ngram":
         proposer = NgramProposer(num_drafts=config.num_speculative_tokens)
     if resolved.device == "cpu":
-        _take_pages(loaded.runner.pages, _num_in_resident_bytes(resolved))
+        num_backed = _num_in_resident_bytes(resolved)
+        _take_pages(loaded.runner.pages, num_backed)
+        arenas = [(page.data_ptr(), page[0].numel() * page.element_size()) for page in loaded.runner.pages]
+        loaded.runner.blocks_ahead = BlocksAhead(arenas, num_blocks=resolved.num_blocks, num_backed=num_backed)
     scheduler = Scheduler(
         CacheManager(
             BlockPool(resolved.num_blocks, num_resident=_num_resident(config, resolved)),

@@ -17,6 +17,7 @@ import torch
 
 from ..kernels.attention import Mark, PagedBatch, copy_slots, row_width
 from ..kernels.sampling import sample, token_logprobs
+from .allocator import BlocksAhead
 from .batch_builder import DecodeInputs, Rows, accept, build_rows, depths, is_plain_decode
 from .blobs import from_blob, to_blob
 from .cache.manager import KVGroup
@@ -110,6 +111,8 @@ class ModelRunner:
         self._slots: dict[int, SlotState] = {}
         self._parameters = RowParameters(device)
         self.graphs: StepGraphs | None = None  # made by `pad_steps`
+        self.blocks_ahead: BlocksAhead | None = None  # on a CPU, by whoever knows how much memory was taken at first
+        self._highest_block = 0
         self._max_model_len = max_model_len
         transfers = CudaTransfers(device) if device.type == "cuda" else None
         self._staged = StagedInputs(transfers) if transfers is not None else None
@@ -146,6 +149,8 @@ class ModelRunner:
         elif hidden is None:
             hidden = self._forward(ids, batch, side)
         finish = self._finish(plan, batch.row_starts_list, hidden)
+        if self.blocks_ahead is not None:
+            self.blocks_ahead.used(self._highest_block)
 
         def result() -> StepResult:
             done = finish()
@@ -220,6 +225,7 @@ class ModelRunner:
         )
         for table, blocks in zip(self._tables, new.block_ids, strict=True):
             table[new.slot, : len(blocks)] = blocks
+            self._highest_block = max(self._highest_block, *blocks, 0)
         self._write(new.slot, 0, new.token_ids)
         if self._side_table is not None:
             self._side_table.enter(new.slot, new.side)
@@ -231,6 +237,7 @@ class ModelRunner:
                 have = state.num_blocks[group]
                 self._tables[group][step.slot, have : have + len(blocks)] = blocks
                 state.num_blocks[group] = have + len(blocks)
+                self._highest_block = max(self._highest_block, *blocks)
         if step.append_ids:
             self._write(step.slot, state.num_prompt, step.append_ids)
             state.num_prompt += len(step.append_ids)

@@ -85,17 +85,20 @@ async def _paint(
         loaded()
         prompts = list(enumerate(setting.fresh(sizes.num_steady)))
 
-        async def keep_busy() -> None:
+        async def keep_busy(steps: int) -> None:
             while prompts:
                 number, prompt = prompts.pop()
                 request = ImageRequest(
-                    request_id=str(number), model=setting.model, prompt=prompt, seed=number, num_steps=sizes.steps
+                    request_id=str(number), model=setting.model, prompt=prompt, seed=number, num_steps=steps
                 )
                 await painted(client, request)
+                steps = sizes.steps
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(sizes.num_inside):
-                group.create_task(keep_busy())
+            for number in range(
+                sizes.num_inside
+            ):  # first pictures of fewer steps, so that they do not all end together
+                group.create_task(keep_busy(max(1, sizes.steps * (number + 1) // sizes.num_inside)))
     finally:
         await client.close()
 
@@ -107,9 +110,9 @@ def draw(works: Sequence[Work]) -> str:
     left, width, lane, top = 90, 1000, 44, 14
     height = top + lane * len(STAGES) + 34
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 20}" height="{height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 40}" height="{height}" '
         'font-family="sans-serif" font-size="13">',
-        f'<rect width="{left + width + 20}" height="{height}" fill="#ffffff"/>',
+        f'<rect width="{left + width + 40}" height="{height}" fill="#ffffff"/>',
     ]
     for at, stage in enumerate(STAGES):
         y = top + at * lane
@@ -119,7 +122,7 @@ def draw(works: Sequence[Work]) -> str:
             start, end = (min(max(when - began, 0.0), seconds) * width / seconds for when in (one.began, one.ended))
             if one.stage == stage and end > start:
                 parts.append(
-                    f'<rect x="{left + start:.2f}" y="{y + 4}" width="{max(end - start - 0.3, 0.4):.2f}" height="{lane - 14}" '
+                    f'<rect x="{left + start:.2f}" y="{y + 4}" width="{max(end - start - 1, 0.5):.2f}" height="{lane - 14}" '
                     f'fill="{_COLOURS[stage]}"/>'
                 )
     floor = top + lane * len(STAGES)

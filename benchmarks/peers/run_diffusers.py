@@ -82,7 +82,7 @@ class Engine:
         if len(set(lengths.tolist())) > 1:
             shown = torch.arange(words.shape[1]) < lengths[:, None]
             attention["attention_mask"] = torch.cat([shown, shown.new_ones(rows, high * wide)], 1)[:, None, None]
-        scheduler = FlowMatchEulerDiscreteScheduler(shift=self.card["shift"])
+        scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=self.card["shift"])
         scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps).tolist())
         for when in scheduler.timesteps:
             velocity = self.model(

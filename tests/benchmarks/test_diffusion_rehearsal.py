@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
-import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +20,7 @@ from motet.benchmarks.claims import KEYS
 from motet.benchmarks.diffusion_claims import speed
 from motet.benchmarks.diffusion_claims.overlap import Work, draw, steady
 from motet.benchmarks.diffusion_claims.setting import CLAIMS, Setting, Sizes, held_out
-from motet.benchmarks.peer_worker import PEERS, PeerError, PeerWorker
+from motet.benchmarks.peer_worker import PEERS, PeerError
 from motet.engine.config import EngineConfig, PictureConfig
 from motet.engine.types import ModelInfo
 
@@ -97,18 +97,20 @@ def test_a_peer_that_is_missing_costs_its_claims_only(
 
 
 def test_the_peer_paints_a_batch_as_it_paints_each(tmp_path: Path, model: Path) -> None:
-    how = {"cmd": "pictures", "steps": 3, "guidance": 2.0, "width": 64, "height": 64, "seeds": [5, 6]}
-    prompts = ["a red apple", "two small blue cat on the green background"]
-    command = [sys.executable, PEERS / "run_diffusers.py", "--model", model, "--dtype", "float32", "--threads", "1"]
-    with PeerWorker(command) as worker:
-        found = []
-        for batch in (1, 2):
-            file = tmp_path / f"{batch}.npy"
-            told = worker.ask(how | {"prompts": prompts, "batch": batch, "file": str(file)})
-            assert len(told["times"]) == 2 // batch and told["seconds"] > 0
-            found.append(np.load(file).astype(int))
-        with pytest.raises(PeerError, match="no such command"):
-            worker.ask({"cmd": "sing"})
+    spec = importlib.util.spec_from_file_location("run_diffusers", PEERS / "run_diffusers.py")
+    assert spec is not None and spec.loader is not None
+    worker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(worker)
+    command: dict[str, Any] = {"steps": 3, "guidance": 2.0, "width": 64, "height": 64, "seeds": [5, 6]}
+    command |= {"prompts": ["a red apple", "two small blue cat on the green background"]}
+    with torch.inference_mode():
+        peer = worker.Engine(model, torch.float32, compiled=False)
+    found = []
+    for batch in (1, 2):
+        file = tmp_path / f"{batch}.npy"
+        told = peer.pictures(command | {"batch": batch, "file": str(file)})
+        assert len(told["times"]) == 2 // batch and told["seconds"] > 0
+        found.append(np.load(file).astype(int))
     assert found[0].shape == (2, 64, 64, 3) and np.abs(found[0] - found[1]).max() <= 1
     assert np.abs(found[0][0] - found[0][1]).max() > 10
 

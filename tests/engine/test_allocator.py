@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+from motet.engine import allocator
+from motet.engine.allocator import BlocksAhead
+
 _COUNT = """
 import resource, sys
 if sys.argv[1] == "keep":
@@ -59,3 +62,32 @@ def test_pages_that_were_taken_are_there_with_what_they_held() -> None:
     faults, kept = child.stdout.split()
     assert int(faults) < 100  # of 4,000 pages
     assert kept == "x"
+
+
+def blocks_taken(ahead: BlocksAhead, monkeypatch: pytest.MonkeyPatch, highest: int) -> list[tuple[int, int]]:
+    taken: list[tuple[int, int]] = []
+    monkeypatch.setattr(allocator, "take_pages", lambda address, size: taken.append((address, size)) or True)
+    ahead.used(highest)
+    return taken
+
+
+def test_blocks_within_what_was_taken_at_first_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = BlocksAhead([(1000, 10)], num_blocks=500, num_backed=100)
+    assert [blocks_taken(ahead, monkeypatch, highest) for highest in (0, 50, 99)] == [[], [], []]
+
+
+def test_a_growing_cache_is_backed_a_few_blocks_a_step_ahead_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = BlocksAhead([(1000, 10), (90000, 20)], num_blocks=500, num_backed=100)
+    assert blocks_taken(ahead, monkeypatch, 100) == [(1000 + 101 * 10, 80), (90000 + 101 * 20, 160)]
+    for _ in range(20):
+        blocks_taken(ahead, monkeypatch, 100)
+    assert ahead.num_backed == 101 + BlocksAhead.AHEAD and not blocks_taken(ahead, monkeypatch, 100)
+    assert blocks_taken(ahead, monkeypatch, 101)[0] == (1000 + 133 * 10, 10)
+    assert not blocks_taken(ahead, monkeypatch, 101)
+
+
+def test_blocks_end_with_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = BlocksAhead([(0, 10)], num_blocks=200, num_backed=100)
+    for _ in range(20):
+        blocks_taken(ahead, monkeypatch, 198)
+    assert ahead.num_backed == 200 and not blocks_taken(ahead, monkeypatch, 199)
