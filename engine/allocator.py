@@ -72,8 +72,7 @@ class BlocksAhead:
     outgrown what was taken at its start costs anything here.
     """
 
-    AHEAD = 32  # blocks
-    LEAST = 3  # blocks of a step: 15 streams use one a step, a prompt some more
+    AHEAD = 32  # blocks; one of these is taken in a step, two where all are missing
 
     def __init__(self, arenas: Sequence[tuple[int, int]], *, num_blocks: int, num_backed: int) -> None:
         """`arenas`: where each part of the cache starts, and the bytes of a block in it."""
@@ -91,7 +90,7 @@ class BlocksAhead:
         missing = min(self._num_blocks, highest + 1 + self.AHEAD) - self.num_backed
         if missing <= 0:
             return
-        first, count = self.num_backed, min(missing, max(self.LEAST, missing // 4))
+        first, count = self.num_backed, min(missing, max(1, missing // 16))
         self.num_backed += count
         for address, size in self._arenas:
             take_pages(address + first * size, count * size)

@@ -15,7 +15,6 @@ list of results. Keywords are those of `ChatOptions`. Errors are those of engine
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -23,19 +22,20 @@ from typing import Any, Unpack, cast, overload
 
 import msgspec
 
-from ..engine.config import EngineConfig, HostConfig
+from ..engine.config import EngineConfig
 from ..engine.errors import InvalidRequest, Unavailable, from_info
 from ..engine.frontend.events import TextAborted, TextDelta, TextDone, TextFailed, TextLogprob, TextRequest
 from ..engine.types import SamplingParams
 from .collected import AsyncCollectedStream, Collected, CollectedStream
-from .hub import Hub, default_model
+from .hub import Hub
+from .pipeline import Pipeline, together
 from .types import ChatOptions, ChatResult, ChatTiming, Message, Prompt, Prompts
 
 # Requests of one call that are with the engine at a time: enough to fill its batch, few enough for its queue.
 NUM_TOGETHER = 128
 
 
-class Chat:
+class Chat(Pipeline):
     """A chat model. Calls may come from several threads and loops at once; they are batched together."""
 
     def __init__(
@@ -50,14 +50,7 @@ class Chat:
 
         Pass `hub` to share engines with other pipelines; it is then yours to close, and `engine` and `threads` are its.
         """
-        self.model = model or default_model("llm")
-        self._owns_hub = hub is None
-        self.hub = hub or Hub(HostConfig(models=(self.model,), threads=threads, engine=engine or EngineConfig()))
-        try:
-            self.info = self.hub.load(self.model)
-        except BaseException:
-            self.close()
-            raise
+        super().__init__("llm", model, engine=engine, threads=threads, hub=hub)
 
     @overload
     def __call__(self, prompt: Prompt, **options: Unpack[ChatOptions]) -> ChatResult: ...
@@ -85,40 +78,13 @@ class Chat:
         """`stream` for `async for`; leaving it early (`aclose`, or the `async with` block's end) aborts the request."""
         return AsyncChatStream(_Answer(self.hub, _request(self.model, prompt, options)))
 
-    def close(self) -> None:
-        if self._owns_hub:
-            self.hub.close()
-
-    def __enter__(self) -> Chat:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Chat:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await asyncio.to_thread(self.close)
-
     async def _answer(self, prompt: Prompt | Prompts, options: ChatOptions) -> ChatResult | list[ChatResult]:
         """Runs on the hub's loop."""
         many = _many(prompt)
         if many is None:
             return await _collect(self.hub, _request(self.model, cast(Prompt, prompt), options))
         requests = [_request(self.model, one, options) for one in many]
-        room = asyncio.Semaphore(NUM_TOGETHER)
-
-        async def one(request: TextRequest) -> ChatResult:
-            async with room:
-                return await _collect(self.hub, request)
-
-        tasks = [asyncio.create_task(one(request)) for request in requests]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:  # the first error is the call's; the rest is aborted
-            for task in tasks:
-                task.cancel()
+        return await together(lambda request: _collect(self.hub, request), requests, most=NUM_TOGETHER)
 
 
 # ------------------------------------------------------------------------------------------------------------- streams

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import numpy as np
 
-from ..engine.config import EngineConfig, HostConfig, PictureConfig
+from ..engine.config import EngineConfig, PictureConfig
 from ..engine.errors import InvalidRequest, Unavailable, from_info
 from ..engine.frontend.pictures import (
     FinishedPicture,
@@ -42,7 +42,8 @@ from ..engine.frontend.pictures import (
 )
 from ..engine.types import Aborted, Done, Failed
 from .collected import AsyncCollectedStream, Collected, CollectedStream
-from .hub import Hub, default_model
+from .hub import Hub
+from .pipeline import Pipeline, together
 from .types import ImageEvent, ImageOptions, ImageProgress, ImageResult, ImageTiming, MadePicture
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 NUM_TOGETHER = 16  # prompts of one call that are with the engine at a time
 
 
-class ImageGeneration:
+class ImageGeneration(Pipeline):
     """A model of pictures. Calls may come from several threads and loops at once; their steps are batched together."""
 
     def __init__(
@@ -68,22 +69,10 @@ class ImageGeneration:
         `config` chooses attention, weights, caches and devices of the stages. Pass `hub` to share engines with other
         pipelines; it is then yours to close, and `engine`, `config` and `threads` are its.
         """
-        self.model = model or default_model("image")
-        self._owns_hub = hub is None
-        self.hub = hub or Hub(
-            HostConfig(
-                models=(self.model,),
-                threads=threads,
-                engine=engine or EngineConfig(),
-                pictures=config or PictureConfig(),
-            )
-        )
-        try:
-            self.info = self.hub.load(self.model)
-            self.card: PictureCard = self.hub.run(self.hub.pictures.card(self.model))
-        except BaseException:
-            self.close()
-            raise
+        super().__init__("image", model, engine=engine, threads=threads, hub=hub, pictures=config)
+
+    def _loaded(self) -> None:
+        self.card: PictureCard = self.hub.run(self.hub.pictures.card(self.model))
 
     @overload
     def __call__(self, prompt: str, **options: Unpack[ImageOptions]) -> Image: ...
@@ -121,22 +110,6 @@ class ImageGeneration:
         """Width and height of the pictures that this model makes; the first is the default."""
         return self.card.sizes
 
-    def close(self) -> None:
-        if self._owns_hub:
-            self.hub.close()
-
-    def __enter__(self) -> ImageGeneration:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    async def __aenter__(self) -> ImageGeneration:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await asyncio.to_thread(self.close)
-
     async def _paint(self, prompt: str | list[str], n: int, options: ImageOptions) -> Any:
         """Runs on the hub's loop."""
         if not isinstance(prompt, (list, tuple)):
@@ -145,18 +118,11 @@ class ImageGeneration:
             return []
         # What is wrong with all of them is said before any work, and a picture to begin with is read once.
         request = _request(self.model, prompt[0], n, options)
-        room = asyncio.Semaphore(NUM_TOGETHER)
 
         async def one(text: str) -> Any:
-            async with room:
-                return _images(await _collect(self.hub, replace(request, prompt=_text("prompt", text))))
+            return _images(await _collect(self.hub, replace(request, prompt=_text("prompt", text))))
 
-        tasks = [asyncio.create_task(one(each)) for each in prompt]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:  # the first error is the call's; the rest is aborted
-            for task in tasks:
-                task.cancel()
+        return await together(one, prompt, most=NUM_TOGETHER)
 
 
 # ------------------------------------------------------------------------------------------------------------- streams

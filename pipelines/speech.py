@@ -23,12 +23,13 @@ from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any, Unpack, cast, overload
 
-from ..engine.config import EngineConfig, HostConfig
+from ..engine.config import EngineConfig
 from ..engine.errors import InvalidRequest, Unavailable, from_info
 from ..engine.frontend.speech import AHEAD_S, PreparedSpeech, SpeakRequest, SpeechEvent, SpokenAudio
 from ..engine.types import Aborted, Done, Failed
 from .collected import AsyncCollectedStream, Collected, CollectedStream
-from .hub import Hub, default_model
+from .hub import Hub
+from .pipeline import Pipeline, together
 from .sound_file import TimeStretch
 from .types import SPEECH_RATE, SpeechOptions, SpeechPiece, SpeechResult, SpeechTiming
 
@@ -36,7 +37,7 @@ NUM_TOGETHER = 32  # texts of one call that are with the engine at a time
 _OWN_KEYWORDS = ("speed",)
 
 
-class Speech:
+class Speech(Pipeline):
     """A voice. Calls may come from several threads and loops at once; they are batched together."""
 
     def __init__(
@@ -51,15 +52,10 @@ class Speech:
 
         Pass `hub` to share engines with other pipelines; it is then yours to close, and `engine` and `threads` are its.
         """
-        self.model = model or default_model("tts")
-        self._owns_hub = hub is None
-        self.hub = hub or Hub(HostConfig(models=(self.model,), threads=threads, engine=engine or EngineConfig()))
-        try:
-            self.info = self.hub.load(self.model)
-            self.voices = self.hub.run(self.hub.speech.format(self.model)).voices
-        except BaseException:
-            self.close()
-            raise
+        super().__init__("tts", model, engine=engine, threads=threads, hub=hub)
+
+    def _loaded(self) -> None:
+        self.voices = self.hub.run(self.hub.speech.format(self.model)).voices
 
     @overload
     def __call__(self, text: str, **options: Unpack[SpeechOptions]) -> SpeechResult: ...
@@ -92,38 +88,11 @@ class Speech:
         """`stream` for `async for`, whose text may be an async iterable; leaving it early aborts the request."""
         return AsyncSpeechStream(self.hub, self.model, text, options)
 
-    def close(self) -> None:
-        if self._owns_hub:
-            self.hub.close()
-
-    def __enter__(self) -> Speech:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Speech:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await asyncio.to_thread(self.close)
-
     async def _speak(self, text: str | list[str], options: SpeechOptions) -> SpeechResult | list[SpeechResult]:
         """Runs on the hub's loop."""
         if not isinstance(text, (list, tuple)):
             return await _collect(self.hub, self.model, text, options)
-        room = asyncio.Semaphore(NUM_TOGETHER)
-
-        async def one(text: str) -> SpeechResult:
-            async with room:
-                return await _collect(self.hub, self.model, text, options)
-
-        tasks = [asyncio.create_task(one(each)) for each in text]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:  # the first error is the call's; the rest is aborted
-            for task in tasks:
-                task.cancel()
+        return await together(lambda one: _collect(self.hub, self.model, one, options), text, most=NUM_TOGETHER)
 
 
 # ------------------------------------------------------------------------------------------------------------- streams

@@ -27,7 +27,7 @@ from typing import Any, Unpack, cast, overload
 import msgspec
 import numpy as np
 
-from ..engine.config import EngineConfig, HostConfig
+from ..engine.config import EngineConfig
 from ..engine.errors import InvalidRequest, Unavailable, from_info
 from ..engine.types import (
     Aborted,
@@ -42,9 +42,10 @@ from ..engine.types import (
     TranscribeOptions,
 )
 from .collected import AsyncCollectedStream, Collected, CollectedStream
-from .hub import Hub, default_model
+from .hub import Hub
 from .live_pace import LivePace
 from .pcm import RATE, LivePCM, read_pcm
+from .pipeline import Pipeline, together
 from .types import (
     PCM,
     Audio,
@@ -62,7 +63,7 @@ BYTES_TOGETHER = 256 << 20
 _OWN_KEYWORDS = ("options", "temperature", "known_speakers", "sample_rate", "priority")
 
 
-class Transcription:
+class Transcription(Pipeline):
     """A recogniser. Calls may come from several threads and loops at once; they are batched together."""
 
     def __init__(
@@ -77,19 +78,13 @@ class Transcription:
 
         Pass `hub` to share engines with other pipelines; it is then yours to close, and `engine` and `threads` are its.
         """
-        self.model = model or default_model("asr")
-        self._owns_hub = hub is None
-        self.hub = hub or Hub(HostConfig(models=(self.model,), threads=threads, engine=engine or EngineConfig()))
-        try:
-            self.info = self.hub.load(self.model)
-            if self.info.kind != "asr":
-                raise InvalidRequest(
-                    f"model {self.model!r} is of kind {self.info.kind!r}, expected a recogniser of speech",
-                    param="model",
-                )
-        except BaseException:
-            self.close()
-            raise
+        super().__init__("asr", model, engine=engine, threads=threads, hub=hub)
+
+    def _loaded(self) -> None:
+        if self.info.kind != "asr":
+            raise InvalidRequest(
+                f"model {self.model!r} is of kind {self.info.kind!r}, expected a recogniser of speech", param="model"
+            )
 
     @overload
     def __call__(self, audio: Audio, **options: Unpack[TranscriptionOptions]) -> Transcript: ...
@@ -125,22 +120,6 @@ class Transcription:
         """`stream` for `async for`, whose audio may be an async iterable; leaving it early aborts the request."""
         return AsyncTranscriptStream(self.hub, self.model, audio, options)
 
-    def close(self) -> None:
-        if self._owns_hub:
-            self.hub.close()
-
-    def __enter__(self) -> Transcription:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Transcription:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await asyncio.to_thread(self.close)
-
     async def _transcribe(
         self, audio: Audio | list[Any], options: TranscriptionOptions
     ) -> Transcript | list[Transcript]:
@@ -164,12 +143,7 @@ class Transcription:
             finally:
                 await room.leave(size)
 
-        tasks = [asyncio.create_task(one(number)) for number in range(len(audio))]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:  # the first error is the call's; the rest is aborted
-            for task in tasks:
-                task.cancel()
+        return await together(one, range(len(audio)))
 
 
 class _Room:

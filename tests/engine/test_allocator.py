@@ -78,8 +78,8 @@ def test_blocks_within_what_was_taken_at_first_cost_nothing(monkeypatch: pytest.
 
 def test_a_growing_cache_is_backed_a_few_blocks_a_step_ahead_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
     ahead = BlocksAhead([(1000, 10), (90000, 20)], num_blocks=500, num_backed=100)
-    assert blocks_taken(ahead, monkeypatch, 100) == [(1000 + 101 * 10, 80), (90000 + 101 * 20, 160)]
-    for _ in range(20):
+    assert blocks_taken(ahead, monkeypatch, 100) == [(1000 + 101 * 10, 20), (90000 + 101 * 20, 40)]
+    for _ in range(40):
         blocks_taken(ahead, monkeypatch, 100)
     assert ahead.num_backed == 101 + BlocksAhead.AHEAD and not blocks_taken(ahead, monkeypatch, 100)
     assert blocks_taken(ahead, monkeypatch, 101)[0] == (1000 + 133 * 10, 10)
