@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from typing import Any
 
 import pytest
@@ -13,10 +13,11 @@ from motet.engine.painter import Rows
 from motet.engine.step_cache import CacheConfig, RowCache, cached_forward
 from motet.kernels.dispatch import cpu_ops
 from motet.kernels.fp8 import quantize_linears, rules_of
-from motet.models.diffusion import Caption
 from motet.models.diffusion_flux import FluxDenoiser, pack, unpack
 
 from ..tiny import lively
+from . import picture_rows
+from .picture_rows import pick
 
 SIDE = 32  # pixels; latents 8 x 8
 
@@ -39,30 +40,7 @@ def denoiser(**options: Any) -> FluxDenoiser:
     return FluxDenoiser(network(**options), scale=4)
 
 
-def rows(lengths: Sequence[int] = (3, 7, 1, 5), *, seed: int = 0) -> Rows:
-    """Rows that share nothing but the size: times, guidance and lengths of captions differ."""
-    generator = torch.Generator().manual_seed(seed)
-    count = len(lengths)
-    return Rows(
-        latents=torch.randn(count, 4, 8, 8, generator=generator),
-        times=torch.rand(count, generator=generator),
-        guidance=1 + 4 * torch.rand(count, generator=generator),
-        conds=[Caption(torch.randn(n, 24, generator=generator), torch.randn(20, generator=generator)) for n in lengths],
-        width=SIDE,
-        height=SIDE,
-    )
-
-
-def pick(all_rows: Rows, index: Sequence[int]) -> Rows:
-    chosen = list(index)
-    return Rows(
-        latents=all_rows.latents[chosen],
-        times=all_rows.times[chosen],
-        guidance=all_rows.guidance[chosen],
-        conds=[all_rows.conds[at] for at in chosen],
-        width=all_rows.width,
-        height=all_rows.height,
-    )
+rows = functools.partial(picture_rows.rows, side=(8, 8))
 
 
 def theirs(model: Any, row: Rows) -> torch.Tensor:

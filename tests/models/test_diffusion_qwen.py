@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ from motet.models.diffusion_folder import load_picture
 from motet.models.diffusion_qwen import JointAttention, QwenDenoiser
 
 from ..tiny import lively
+from . import picture_rows
 from .picture_encoders import qwen_pipeline
+from .picture_rows import pick
 
 WIDTH, HEIGHT = 48, 32  # pixels; latents 12 x 8, tokens 6 x 4
 
@@ -39,30 +41,7 @@ def denoiser(**options: Any) -> QwenDenoiser:
     return QwenDenoiser(network(), scale=4, **options)
 
 
-def rows(lengths: Sequence[int] = (3, 7, 1, 5), *, seed: int = 0, side: tuple[int, int] = (8, 12)) -> Rows:
-    """Rows that share nothing but the size: times and lengths of captions differ."""
-    generator = torch.Generator().manual_seed(seed)
-    count = len(lengths)
-    return Rows(
-        latents=torch.randn(count, 4, *side, generator=generator),
-        times=torch.rand(count, generator=generator),
-        guidance=1 + 4 * torch.rand(count, generator=generator),
-        conds=[Caption(torch.randn(n, 24, generator=generator)) for n in lengths],
-        width=4 * side[1],
-        height=4 * side[0],
-    )
-
-
-def pick(all_rows: Rows, index: Sequence[int]) -> Rows:
-    chosen = list(index)
-    return Rows(
-        latents=all_rows.latents[chosen],
-        times=all_rows.times[chosen],
-        guidance=all_rows.guidance[chosen],
-        conds=[all_rows.conds[at] for at in chosen],
-        width=all_rows.width,
-        height=all_rows.height,
-    )
+rows = functools.partial(picture_rows.rows, pooled=False)
 
 
 def theirs(model: Any, row: Rows, mask: torch.Tensor | None = None) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from motet.models.diffusion_sd3 import Sd3Denoiser
 
 from ..tiny import lively
 from .picture_encoders import sd3_pipeline
+from .picture_rows import pick, rows
 
 WIDTH, HEIGHT = 48, 32  # pixels; latents 12 x 8, tokens 6 x 4
 KINDS = ("sd3", "sd3.5")
@@ -38,32 +38,6 @@ def network(kind: str = "sd3") -> Any:
 
 def denoiser(kind: str = "sd3", **options: Any) -> Sd3Denoiser:
     return Sd3Denoiser(network(kind), scale=4, **options)
-
-
-def rows(lengths: Sequence[int] = (3, 7, 1, 5), *, seed: int = 0, side: tuple[int, int] = (8, 12)) -> Rows:
-    """Rows that share nothing but the size: times, captions and their lengths differ."""
-    generator = torch.Generator().manual_seed(seed)
-    count = len(lengths)
-    return Rows(
-        latents=torch.randn(count, 4, *side, generator=generator),
-        times=torch.rand(count, generator=generator),
-        guidance=1 + 4 * torch.rand(count, generator=generator),
-        conds=[Caption(torch.randn(n, 24, generator=generator), torch.randn(20, generator=generator)) for n in lengths],
-        width=4 * side[1],
-        height=4 * side[0],
-    )
-
-
-def pick(all_rows: Rows, index: Sequence[int]) -> Rows:
-    chosen = list(index)
-    return Rows(
-        latents=all_rows.latents[chosen],
-        times=all_rows.times[chosen],
-        guidance=all_rows.guidance[chosen],
-        conds=[all_rows.conds[at] for at in chosen],
-        width=all_rows.width,
-        height=all_rows.height,
-    )
 
 
 def theirs(model: Any, row: Rows) -> torch.Tensor:
