@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 # Tokens of a chunk, whatever it costs: a prompt always gets on. Fewer would help nobody: each further step reads the whole
-# context again, and the streams grow meanwhile. 15 streams beside the last of 8,000 tokens: 4 tokens cost 3.7 ms of attention,
-# 8 cost 4.9, 16 cost 7.3 (two cores of an EPYC Zen 5).
+# context again, and the streams grow meanwhile. 15 streams beside the last of 8,000 tokens: 4 tokens cost 7.3 ms of attention,
+# 8 cost 9.8, 16 cost 14.6 (two cores of an EPYC Zen 5).
 LEAST = 6
 CREDIT_S = 0.15  # the most that a step may take beyond its pace
 _WEIGHT = 4  # streams that a waiting prompt weighs as much as (64 prompts at once then lose 1 % of throughput, not 5)

@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -35,9 +34,6 @@ class ProcessClient(HostClient):
         self._config = config
         self._environment = dict(environment or {})
         self._process: subprocess.Popen[bytes] | None = None
-        # A child has the priority of the thread that starts it. This one keeps what the process had at first, also after the
-        # event loop has stepped back (streaming/server.py), so that a restarted engine is as fast as the first.
-        self._starter = ThreadPoolExecutor(1, thread_name_prefix="motet-start")
         self._transport: asyncio.Transport | None = None
         self._up = asyncio.Event()
         self._writable = asyncio.Event()  # cleared while the socket does not take what we write
@@ -83,7 +79,6 @@ class ProcessClient(HostClient):
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 await asyncio.to_thread(self._process.wait)
-        self._starter.shutdown(wait=False)
         self._lose(Unavailable("this client was closed", code="draining"))
 
     async def append(
@@ -123,12 +118,11 @@ class ProcessClient(HostClient):
         ours, theirs = socket.socketpair()
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", **self._environment}
         try:
-            command = [sys.executable, "-m", "motet.engine.host_process", str(theirs.fileno())]
-            self._process = await loop.run_in_executor(
-                self._starter,
-                lambda: subprocess.Popen(
-                    command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL
-                ),
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "motet.engine.host_process", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                stdin=subprocess.DEVNULL,
             )
         finally:
             theirs.close()

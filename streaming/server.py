@@ -13,11 +13,9 @@ import asyncio
 import contextlib
 import gc
 import logging
-import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Awaitable, Callable, Iterator
 
 import uvicorn
@@ -32,7 +30,6 @@ from .service import Service
 log = logging.getLogger("motet.server")
 
 ClientFactory = Callable[[], Awaitable[EngineClient]]
-_NICE = 10  # of the event loop's thread
 _FAREWELL_S = 1.0  # for the last words to clients whose requests are ended early
 _CLOSE_S = 5.0  # for the engine to end after a drain; after Ctrl-C a fifth of it
 
@@ -46,7 +43,7 @@ def run(config: ServerConfig, client_factory: ClientFactory, *, announce: Callab
     """`serve` in an event loop of its own (uvloop where installed). Returns the exit code."""
     factory = uvicorn.Config(app="", loop="auto", log_config=None).get_loop_factory()
     with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(serve(config, client_factory, announce=announce, steps_back=True))
+        return runner.run(serve(config, client_factory, announce=announce))
 
 
 async def serve(
@@ -56,12 +53,11 @@ async def serve(
     announce: Callable[[str], None] = say,
     signals: bool = True,
     stop: asyncio.Event | None = None,
-    steps_back: bool = False,
 ) -> int:
     """Serve until a signal (or `stop`) and return the exit code: 0, or 1 when the engine could not be started.
 
     The port is open at once: while `client_factory` works, /livez says 200 and /readyz 503. Raises OSError when the
-    address cannot be had. `steps_back`: this thread is the server's alone, and gives way to the engine's.
+    address cannot be had.
     """
     listener = bind(config)
     service = Service(config)
@@ -84,9 +80,7 @@ async def serve(
     )
     ending = _Ending(stop)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    starting = asyncio.create_task(
-        _start(service, client_factory, url_of(listener, config), announce, steps_back=steps_back)
-    )
+    starting = asyncio.create_task(_start(service, client_factory, url_of(listener, config), announce))
     with ending.signals() if signals else contextlib.nullcontext():
         watch = asyncio.create_task(ending.wait())
         try:
@@ -102,7 +96,7 @@ async def serve(
 
 
 async def _start(
-    service: Service, client_factory: ClientFactory, url: str, announce: Callable[[str], None], *, steps_back: bool
+    service: Service, client_factory: ClientFactory, url: str, announce: Callable[[str], None]
 ) -> EngineClient | None:
     """Start the engine beside the running server. None: it cannot be started (reason logged and kept)."""
     try:
@@ -117,22 +111,11 @@ async def _start(
         print(f"motet: the engine could not be started: {service.failure.message}", file=sys.stderr, flush=True)
         return None
     service.attach(client)
-    if steps_back:
-        _step_back()
     gc.collect()
     gc.freeze()  # what was made at start is not looked at again
     count = len(service.config.models)
     announce(f"Motet serves {count} model{'' if count == 1 else 's'} on {url}")
     return client
-
-
-def _step_back() -> None:
-    """Let an engine on the same cores go first: this thread takes what it needs (some 7 % of a core at 1,500 tokens/s) between
-    two steps, instead of stopping one of a step's threads while the others wait for it. The engine's process keeps its
-    priority. Worth 4 % of the tokens of 16 streams on two cores."""
-    if sys.platform == "linux":  # elsewhere a thread has no priority of its own
-        thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, max(_NICE, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 async def _end(
