@@ -8,8 +8,8 @@ Claims (20 steps, guidance on, both branches of it in one batch on both sides):
     concurrent8  eight asked for at once, over diffusers' loop with one after another
     late_joiner  p95 of the seconds that a picture takes which is asked for while a batch of four runs: it joins; diffusers'
                  loop, with batches of requests, lets it wait until the batch is over (ours made to wait is told of too)
-    step_cache   pictures per second with the best step cache that keeps the final latents within 0.05 (mean relative L1, 32
-                 held-out captions), over the same engine without
+    step_cache   pictures per second, eight at once, with the fastest step cache that keeps the final latents within 0.05 (mean
+                 relative L1, 32 held-out captions), over the same engine without; one at a time is told of too
     overlap      wall time at steady load over that of the busiest stage; `--timeline` draws the three stages
 
 Ours runs behind its process's socket, as the server has it, but for the last two. Every picture has a caption that is new to

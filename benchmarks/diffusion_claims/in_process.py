@@ -45,21 +45,32 @@ class Studio:
 
     def paint(self, prompt: str, seed: int) -> tuple[float, torch.Tensor]:
         """Seconds that one picture takes alone, and its final latents."""
+        seconds = self.together([prompt], seed)
+        return seconds, self.latents.clone()
+
+    def together(self, prompts: Sequence[str], first_seed: int) -> float:
+        """Seconds that pictures take which are asked for at once, each with the next seed."""
         engine = self.engine
-        self._count += 1
-        request = ImageRequest(
-            request_id=str(self._count), model=self._name, prompt=prompt, seed=seed, num_steps=self._steps
-        )
         began = time.perf_counter()
-        engine.submit(request)
-        while True:
-            for event in engine.step() if engine.has_work() else ():
-                if isinstance(event, Done):
-                    return time.perf_counter() - began, self.latents.clone()
-            if not engine.num_requests():
-                raise EngineError(f"no picture: {engine.last_error}")
-            if not engine.has_work():
+        for at, prompt in enumerate(prompts):
+            self._count += 1
+            request = ImageRequest(
+                request_id=str(self._count),
+                model=self._name,
+                prompt=prompt,
+                seed=first_seed + at,
+                num_steps=self._steps,
+            )
+            engine.submit(request)
+        done = 0
+        while done < len(prompts):
+            if engine.has_work():
+                done += sum(isinstance(event, Done) for event in engine.step())
+            elif engine.num_requests():
                 time.sleep(0.0002)
+            if not engine.num_requests() and done < len(prompts):
+                raise EngineError(f"a picture failed: {engine.last_error}")
+        return time.perf_counter() - began
 
     def coefficients(self, prompts: Sequence[str], *, seed: int) -> tuple[float, ...]:
         """TeaCache's, as the model's folder has them, or else fitted on these. Raises ModelLoadError where no cache can work."""

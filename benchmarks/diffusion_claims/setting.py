@@ -43,8 +43,8 @@ class Sizes:
     max_error: float = 0.05  # mean relative L1 distance of final latents that a step cache may cost
     num_held_out: int = 32  # pictures on which a step cache is judged
     num_calibration: int = 8  # other ones on which its threshold is chosen
-    first_block: tuple[float, ...] = (0.05, 0.1, 0.15, 0.2, 0.25, 0.28, 0.31, 0.34, 0.37, 0.4, 0.45)  # thresholds
-    teacache: tuple[float, ...] = (0.05, 0.1, 0.15, 0.2, 0.25, 0.28, 0.31, 0.34, 0.37, 0.4, 0.45)
+    first_block: tuple[float, ...] = (0.05, 0.1, 0.15, 0.2, 0.25, 0.28, 0.31, 0.34, 0.37, 0.4, 0.45, 0.5)  # thresholds
+    teacache: tuple[float, ...] = (0.05, 0.1, 0.15, 0.2, 0.25, 0.28, 0.31, 0.34, 0.37, 0.4, 0.45, 0.5)
     num_steady: int = 96  # pictures of the steady load
     num_inside: int = 16  # of them, under way at any time
 

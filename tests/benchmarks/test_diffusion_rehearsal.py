@@ -63,6 +63,14 @@ def test_a_rehearsal_measures_every_claim(tmp_path: Path, model: Path) -> None:
     assert ET.parse(picture).getroot().tag.endswith("svg")
 
 
+def test_a_cache_that_moves_the_latents_too_far_does_not_hold(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diffusion, "REHEARSAL", dataclasses.replace(diffusion.REHEARSAL, max_error=1e-9))
+    row = rows_of(tmp_path, "--model", str(model), "--only", "step_cache")["step_cache"]
+    assert row["ours"] is row["peer"] is None and "none keeps the bound" in row["why"]
+
+
 class IdlePainter:
     """In the place of MotetPainter, where nobody gets as far as painting."""
 
