@@ -42,10 +42,17 @@ BASIC = {
 }
 
 
+def copy_config(source: Path, to: Path) -> None:
+    """`config.json` without the folder that it was loaded from."""
+    config = json.loads((source / "config.json").read_text())
+    config.pop("_name_or_path", None)
+    (to / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
 def write_transformer(source: Path, to: Path, matrices: torch.dtype) -> None:
     """Config and weights, vectors bfloat16."""
     to.mkdir(parents=True, exist_ok=True)
-    shutil.copy(source / "config.json", to / "config.json")
+    copy_config(source, to)
     tensors = load_file(source / WEIGHTS)
     cast = {key: value.to(matrices if value.dim() == 2 else torch.bfloat16) for key, value in tensors.items()}
     save_file(cast, to / WEIGHTS, metadata={"format": "pt"})
@@ -63,6 +70,7 @@ def pack(folder: Path, out: Path, matrices: torch.dtype) -> None:
     plain.mkdir(parents=True)
     write_transformer(folder / "transformer", plain / "transformer", matrices)
     AutoencoderTiny.from_pretrained(folder / "vae", torch_dtype=torch.bfloat16).save_pretrained(plain / "vae")
+    copy_config(plain / "vae", plain / "vae")
     save(CLIPTextModel.from_pretrained(folder / "text_encoder"), plain)
     write_config(plain, steps=20, guidance_scale=2.0)
     if (folder / "transformer_turbo").is_dir():
