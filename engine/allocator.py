@@ -73,17 +73,19 @@ class BlocksAhead:
     """
 
     AHEAD = 32  # blocks; one of these is taken in a step, two where all are missing
+    GROWN = 16  # blocks beyond the start, from which on a cache grows: those that a few streams end in cost no memory ahead
 
     def __init__(self, arenas: Sequence[tuple[int, int]], *, num_blocks: int, num_backed: int) -> None:
         """`arenas`: where each part of the cache starts, and the bytes of a block in it."""
         self._arenas = arenas
         self._num_blocks = num_blocks
+        self._start = num_backed
         self.num_backed = num_backed  # blocks that have memory, or are being written anyway
         self._grows = False
 
     def used(self, highest: int) -> None:
         """A step is done, and `highest` is the highest block that was handed out."""
-        self._grows = self._grows or highest >= self.num_backed
+        self._grows = self._grows or highest >= self._start + self.GROWN
         if not self._grows:
             return
         self.num_backed = max(self.num_backed, highest + 1)

@@ -73,17 +73,18 @@ def blocks_taken(ahead: BlocksAhead, monkeypatch: pytest.MonkeyPatch, highest: i
 
 def test_blocks_within_what_was_taken_at_first_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     ahead = BlocksAhead([(1000, 10)], num_blocks=500, num_backed=100)
-    assert [blocks_taken(ahead, monkeypatch, highest) for highest in (0, 50, 99)] == [[], [], []]
+    assert [blocks_taken(ahead, monkeypatch, highest) for highest in (0, 50, 99, 115)] == [[]] * 4
 
 
 def test_a_growing_cache_is_backed_a_few_blocks_a_step_ahead_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
     ahead = BlocksAhead([(1000, 10), (90000, 20)], num_blocks=500, num_backed=100)
-    assert blocks_taken(ahead, monkeypatch, 100) == [(1000 + 101 * 10, 20), (90000 + 101 * 20, 40)]
+    grown = 100 + BlocksAhead.GROWN
+    assert blocks_taken(ahead, monkeypatch, grown) == [(1000 + 117 * 10, 20), (90000 + 117 * 20, 40)]
     for _ in range(40):
-        blocks_taken(ahead, monkeypatch, 100)
-    assert ahead.num_backed == 101 + BlocksAhead.AHEAD and not blocks_taken(ahead, monkeypatch, 100)
-    assert blocks_taken(ahead, monkeypatch, 101)[0] == (1000 + 133 * 10, 10)
-    assert not blocks_taken(ahead, monkeypatch, 101)
+        blocks_taken(ahead, monkeypatch, grown)
+    assert ahead.num_backed == 117 + BlocksAhead.AHEAD and not blocks_taken(ahead, monkeypatch, grown)
+    assert blocks_taken(ahead, monkeypatch, grown + 1)[0] == (1000 + 149 * 10, 10)
+    assert not blocks_taken(ahead, monkeypatch, grown + 1)
 
 
 def test_blocks_end_with_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
