@@ -309,10 +309,12 @@ def tiny_picture(folder: Path, *, few_step: bool = False) -> Path:
     save_file(matrices, folder / "transformer" / "diffusion_pytorch_model.safetensors", metadata={"format": "pt"})
     if few_step:
         return folder
-    vae = AutoencoderTiny(
-        encoder_block_out_channels=(8, 8, 8), decoder_block_out_channels=(8, 8, 8), num_encoder_blocks=(0, 0, 1),
-        num_decoder_blocks=(1, 0, 0), latent_channels=4,
-    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(4)  # its own start: with lively weights pictures would be all black and white
+        vae = AutoencoderTiny(
+            encoder_block_out_channels=(8, 8, 8), decoder_block_out_channels=(8, 8, 8), num_encoder_blocks=(0, 0, 1),
+            num_decoder_blocks=(1, 0, 0), latent_channels=4,
+        )  # fmt: skip
     torch.nn.Module.to(vae, torch.bfloat16).save_pretrained(folder / "vae")
     _write_words(folder / "tokenizer")
     config = transformers.CLIPTextConfig(
