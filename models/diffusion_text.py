@@ -86,15 +86,32 @@ def _part(folder: Path, name: str) -> Path:
     return path
 
 
+_reading = threading.Lock()  # transformers patches torch's initializers meanwhile
+
+
 def _encoder(cls: Any, folder: Path, name: str, device: torch.device, dtype: torch.dtype, **how: Any) -> Any:
-    """A `transformers` model of safetensors, to be run only. Raises ModelLoadError when a weight is missing or misshapen."""
+    """A `transformers` model of safetensors, to be run only. Raises ModelLoadError when a weight is missing or misshapen.
+
+    It is read in fp32 and cast afterwards: for any other dtype `from_pretrained` sets torch's default dtype, which is the whole
+    process's, while other engines load and run; of two at once the second even restores what the first had set.
+    """
     path = _part(folder, name)
+    with _reading:
+        model = _read(cls, path, name, how)
+    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ()) if dtype is torch.float16 else set()
+    for parameter_name, parameter in model.named_parameters():
+        if not kept & set(parameter_name.split(".")):
+            parameter.data = parameter.data.to(dtype)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _read(cls: Any, path: Path, name: str, how: dict[str, Any]) -> Any:
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
         model, told = cls.from_pretrained(
             path,
-            dtype=dtype,
+            dtype=torch.float32,
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
@@ -110,7 +127,7 @@ def _encoder(cls: Any, folder: Path, name: str, device: torch.device, dtype: tor
         names = sorted(str(each[0] if isinstance(each, tuple) else each) for each in told[f"{what}_keys"])
         if names:
             raise ModelLoadError(f"{name}: {len(names)} {what} weights, first {', '.join(names[:5])}")
-    return model.to(device).eval().requires_grad_(False)
+    return model
 
 
 def _refuse_longer(ids: Sequence[Sequence[int]], most: int) -> None:

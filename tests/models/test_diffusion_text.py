@@ -30,6 +30,7 @@ from motet.engine.errors import InvalidRequest, ModelLoadError
 from motet.models.diffusion import Caption
 from motet.models.diffusion_text import QWEN_TEMPLATE, ClipCaptions, FluxCaptions, QwenCaptions, Sd3Captions
 
+from ..tiny import tiny_picture
 from .picture_encoders import emoji, flux, qwen, sd3
 
 CPU = torch.device("cpu")
@@ -187,6 +188,17 @@ def test_qwen_equals_its_pipeline() -> None:
 def test_braces_of_a_prompt_are_words() -> None:
     encode = captions("qwen")
     assert len(encode(["{}{0}{a!r}"])[0].embeds) == len(encode(["a" * 10])[0].embeds)
+
+
+def test_loading_leaves_the_default_dtype_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the whole process's: engines that run, or load in other threads, would make tensors of it."""
+    seen: list[torch.dtype] = []
+    monkeypatch.setattr(torch, "set_default_dtype", seen.append)
+    folder = tiny_picture(tmp_path / "tiny")
+    seen.clear()
+    captions = ClipCaptions(folder, CPU, torch.bfloat16)
+    assert set(seen) <= {torch.float32}
+    assert captions(["a red apple"])[0].embeds.dtype is torch.bfloat16
 
 
 def test_threads_share_a_tokenizer() -> None:
