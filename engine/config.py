@@ -27,7 +27,7 @@ class EngineConfig:
     max_num_seqs: int = 64  # sequences running at once
     max_num_batched_tokens: int = 0  # token budget of one step; 0: 512 on CPU, 8192 on CUDA
     prefill_slowdown: float = (
-        2.4  # a step with decodes may take so many times as long for the sake of prompts; 0: no limit
+        2.2  # a step with decodes may take so many times as long for the sake of prompts; 0: no limit
     )
     block_size: int = 16  # tokens per KV block
     kv_dtype: Literal["auto", "int8"] = (

@@ -339,8 +339,8 @@ class LLMEngine:
         return max(len(self.scheduler.running), int(max(0.0, slack_s) / self._seconds_per_token))
 
     def _learn_speed(self, plan: StepPlan, result: StepResult) -> None:
-        count = sum(step.num_tokens for step in plan.steps)
-        if count >= 32 and result.seconds > 0:
+        count = sum(step.num_tokens for step in plan.steps if step.layers is None)
+        if count >= 32 and count == sum(step.num_tokens for step in plan.steps) and result.seconds > 0:
             new = result.seconds / count
             old = self._seconds_per_token or new
             self._seconds_per_token = 0.8 * old + 0.2 * new

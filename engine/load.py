@@ -29,7 +29,7 @@ from .errors import ModelLoadError
 from .executor import Executor, InlineExecutor
 from .host import Engine
 from .llm_engine import LLMEngine
-from .model_runner import ModelRunner
+from .model_runner import ModelRunner, PartModel
 from .prefill_pace import PrefillPace
 from .roofline import Peaks, Roofline, measure_peaks
 from .scheduler import Scheduler
@@ -156,6 +156,7 @@ def load_llm(
         input_lease_s=config.input_lease_s,
         proposer=proposer,
         pace=PrefillPace(config.prefill_slowdown) if config.prefill_slowdown else None,
+        part_layers=loaded.model.part_layers if isinstance(loaded.model, PartModel) else 0,
     )
     info = ModelInfo(
         model=name,

@@ -34,6 +34,8 @@ class SlotState:
     num_blocks: list[int]
     stop_ids: tuple[int, ...]
     pooled_sum: torch.Tensor | None = None
+    # Of a chunk that has passed some layers: rows bf16 [n, E] and the stream fp32 [n, E] (models/layer_stack.py).
+    between: tuple[torch.Tensor, torch.Tensor] | None = None
     edits: bool = field(init=False)  # whether its logits are changed before sampling
     penalizes: bool = field(init=False)
     joins: bool = field(init=False)  # its edits can be made for many rows at once: `edit_together`

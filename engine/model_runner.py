@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -37,6 +37,24 @@ class Model(Protocol):
         self, hidden: torch.Tensor, batch: PagedBatch, kvs: Sequence[torch.Tensor], groups: Sequence[int]
     ) -> torch.Tensor: ...
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
+@runtime_checkable
+class PartModel(Protocol):
+    """A network through which rows can pass a few layers at a time."""
+
+    @property
+    def part_layers(self) -> int: ...
+    def forward_part(
+        self,
+        hidden: torch.Tensor,
+        batch: PagedBatch,
+        kvs: Sequence[torch.Tensor],
+        groups: Sequence[int],
+        *,
+        layers: tuple[int, int],
+        stream: torch.Tensor,
+    ) -> torch.Tensor: ...
 
 
 @dataclass(kw_only=True)
@@ -141,14 +159,16 @@ class ModelRunner:
             return Pending(lambda: StepResult(step=plan.step))
         for step in plan.steps:
             self._extend(step)
-        ids, batch, side = self.inputs(plan.steps)
-        hidden = self.graphs.run(ids, batch) if self.graphs is not None and side is None else None
-        if hidden is None and self._side_table is not None:
-            embedded = self._side_table.embed(ids, side, plan.steps)
-            hidden = self.model.forward(embedded, batch, self.kvs, self.layer_groups)
-        elif hidden is None:
-            hidden = self._forward(ids, batch, side)
-        finish = self._finish(plan, batch.row_starts_list, hidden)
+        whole = [step for step in plan.steps if step.layers is None]
+        hidden, row_starts = self._pass(whole) if whole else (None, (0,))
+        for step in plan.steps:
+            if step.layers is not None:
+                rows = self._pass_part(step, step.layers)
+                if step.sample:
+                    whole.append(step)
+                    hidden = rows if hidden is None else torch.cat((hidden, rows))
+                    row_starts = (*row_starts, row_starts[-1] + step.num_tokens)
+        finish = self._finish(plan, whole, row_starts, hidden)
         if self.blocks_ahead is not None:
             self.blocks_ahead.used(self._highest_block)
 
@@ -158,6 +178,31 @@ class ModelRunner:
             return done
 
         return Pending(result)
+
+    def _pass(self, steps: Sequence[SequenceStep]) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """Hidden rows [R, E] of steps through all layers, and where each step's begin, R at the end."""
+        ids, batch, side = self.inputs(steps)
+        hidden = self.graphs.run(ids, batch) if self.graphs is not None and side is None else None
+        if hidden is None and self._side_table is not None:
+            embedded = self._side_table.embed(ids, side, steps)
+            hidden = self.model.forward(embedded, batch, self.kvs, self.layer_groups)
+        elif hidden is None:
+            hidden = self._forward(ids, batch, side)
+        return hidden, batch.row_starts_list
+
+    def _pass_part(self, step: SequenceStep, layers: tuple[int, int]) -> torch.Tensor:
+        """Rows [n, E] of one step through some layers; those of the last are hidden rows."""
+        model, state = cast(PartModel, self.model), self._slots[step.slot]
+        ids, batch, side = self.inputs([step])
+        if layers[0] == 0:
+            hidden = self.model.embed(ids, side)
+            stream = torch.empty(hidden.shape, dtype=torch.float32, device=self.device)
+        else:
+            assert state.between is not None, f"slot {step.slot}: no rows wait before layer {layers[0]}"
+            hidden, stream = state.between
+        hidden = model.forward_part(hidden, batch, self.kvs, self.layer_groups, layers=layers, stream=stream)
+        state.between = (hidden, stream) if layers[1] < model.part_layers else None
+        return hidden
 
     def _forward(
         self, ids: torch.Tensor, batch: PagedBatch, side: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -317,13 +362,19 @@ class ModelRunner:
 
     # ------------------------------------------------------------------------------------------------ the way out
 
-    def _finish(self, plan: StepPlan, row_starts: Sequence[int], hidden: torch.Tensor) -> Callable[[], StepResult]:
-        """Sample what is to be sampled, now; give back what turns it into a result, later."""
+    def _finish(
+        self, plan: StepPlan, steps: Sequence[SequenceStep], row_starts: Sequence[int], hidden: torch.Tensor | None
+    ) -> Callable[[], StepResult]:
+        """Sample what is to be sampled, now; give back what turns it into a result, later.
+
+        `hidden` [R, E] (None where R = 0) holds the rows of `steps`; the plan's others stand between two layers.
+        """
         results = {step.slot: SequenceResult(slot=step.slot) for step in plan.steps}
         picked: list[int] = []  # rows of `hidden` that are sampled
         positions: list[int] = []  # of the tokens sampled there
         sampled: list[_Sampled] = []
-        for seq, step in enumerate(plan.steps):
+        for seq, step in enumerate(steps):
+            assert hidden is not None
             state = self._slots[step.slot]
             end = row_starts[seq] + step.num_tokens
             if step.sample:
@@ -338,7 +389,7 @@ class ModelRunner:
             if state.pool:
                 results[step.slot].pooled = self._pool(step, state, hidden[end - step.num_tokens : end])
         done = StepResult(step=plan.step, results=list(results.values()))
-        if not sampled:
+        if not sampled or hidden is None:
             return lambda: done
 
         everything = len(picked) == hidden.shape[0]

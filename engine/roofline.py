@@ -40,19 +40,23 @@ class StepCost:
 
 
 def step_cost(work: Workload, plan: StepPlan) -> StepCost:
-    """Bytes read and multiply-adds of a plan. Draft rows are counted as a chain."""
-    num_rows = num_sampled = num_bytes = num_products = 0
+    """Bytes read and multiply-adds of a plan. Draft rows are counted as a chain, layers as alike."""
+    num_sampled = 0
+    num_bytes = num_products = 0.0
+    most = 0.0  # of the layers, that some row passes: their weights are read
     for step in plan.steps:
         rows = step.num_tokens + len(step.drafts)
-        num_rows += rows
+        share = (step.layers[1] - step.layers[0]) / work.num_layers if step.layers is not None else 1.0
+        most = max(most, share)
         num_sampled += step.sample * (1 + len(step.drafts))
+        num_products += share * rows * work.layer_products
         for layers in work.attention:
             seen, pairs = _visible(step.start, rows, layers.window)
-            num_bytes += seen * layers.kv_bytes
-            num_products += pairs * layers.products
-    num_bytes += work.layer_bytes + (work.head_bytes if num_sampled else 0)
-    num_products += num_rows * work.layer_products + num_sampled * work.head_products
-    return StepCost(num_bytes=num_bytes, num_products=num_products)
+            num_bytes += share * seen * layers.kv_bytes
+            num_products += share * pairs * layers.products
+    num_bytes += most * work.layer_bytes + (work.head_bytes if num_sampled else 0)
+    num_products += num_sampled * work.head_products
+    return StepCost(num_bytes=round(num_bytes), num_products=round(num_products))
 
 
 def _visible(start: int, rows: int, window: int) -> tuple[int, int]:

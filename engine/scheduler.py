@@ -9,13 +9,14 @@ Knows no tensors, no clocks (times are handed in) and no text.
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from .cache.hashing import extend_chain
 from .cache.manager import CacheManager
 from .errors import ErrorInfo
-from .prefill_pace import PrefillPace, PromptShare
+from .prefill_pace import PART, PART_FROM, PrefillPace, PromptShare
 from .sequence import Sequence, State
 from .speculation.proposer import Proposer, View
 from .types import (
@@ -71,6 +72,8 @@ class _Launched:
     num_tokens: int
     num_drafts: int
     samples: bool
+    layers: tuple[int, int] | None  # that its positions pass, where not all
+    complete: bool  # whether they are computed then
     preemption: int  # the sequence's num_preemptions then: tells a stale num_computed
 
 
@@ -87,9 +90,12 @@ class Scheduler:
         input_lease_s: float = 30.0,
         proposer: Proposer | None = None,
         pace: PrefillPace | None = None,
+        part_layers: int = 0,
     ) -> None:
+        """`part_layers`: how many layers the model has, if rows can pass some of them in a step (`SequenceStep.layers`)."""
         self.cache = cache
         self.pace = pace
+        self.part_layers = part_layers
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.input_lease_s = input_lease_s
@@ -189,9 +195,10 @@ class Scheduler:
             # Everyone behind gets at least one token: a long prefill never stalls somebody else's decode.
             share = max(1, left - (len(self.running) - index - 1))
             count = min(seq.num_pending, share)
-            is_prompt = seq.num_pending > 1
+            is_prompt, layers, cost = seq.num_pending > 1, None, count
             if is_prompt:
-                count = prompts.bound(count, seq.num_pending)
+                cost = prompts.bound(count, seq.num_pending)
+                count, layers = self._part(seq, cost, prompts)
             if count > 0:
                 drafts, parents = self._drafts(seq, count, share - count)
                 new_blocks = self._room_for(seq, seq.num_computed + count + len(drafts))
@@ -199,10 +206,10 @@ class Scheduler:
                     # Either `seq` itself was preempted (then the next one took its index), or frees wait for a landing.
                     index += seq.state is State.RUNNING
                     continue
-                left -= count + len(drafts)
-                launched.append(self._launch(plan, seq, count, new_blocks, drafts, parents))
+                left -= cost + len(drafts)
+                launched.append(self._launch(plan, seq, count, new_blocks, drafts, parents, layers))
             if is_prompt:
-                prompts.took(count)
+                prompts.took(cost)
             index += 1
 
         if self.counters.num_preemptions == num_preempted:
@@ -213,7 +220,7 @@ class Scheduler:
         self._in_flight[plan.step] = launched
         self._next_step += 1
         self.counters.num_steps += 1
-        self.counters.num_step_tokens += sum(item.num_tokens + item.num_drafts for item in launched)
+        self.counters.num_step_tokens += sum(item.num_tokens + item.num_drafts for item in launched if item.complete)
         self._park_hungry()
         return plan
 
@@ -228,7 +235,26 @@ class Scheduler:
         most = self.pace.limit(len(decodes), sum(decodes), positions) if positions else None
         if most is None:
             return everything
-        return PromptShare(left=min(left, most), credit=self.pace.credit(), num_prompts=len(positions))
+        num = len(positions)
+        return PromptShare(left=min(left, most), credit=self.pace.credit(), num_prompts=num, num_sharing=num)
+
+    def _part(self, seq: Sequence, count: int, prompts: PromptShare) -> tuple[int, tuple[int, int] | None]:
+        """Tokens of a prompt, and which layers they pass, None = all. A chunk between two layers goes on, and one that would
+        be small for its context gives way to a larger one in parts.
+        """
+        paced = self.pace is not None and prompts.num_sharing > 0
+        deep = paced and self.part_layers > 1 and seq.in_parts and seq.num_computed >= PART_FROM
+        if not (seq.num_part or (deep and 0 < count < min(PART, seq.num_pending))):
+            return count, None
+        chunk = seq.num_part
+        if self.pace is not None and paced:
+            chunk = chunk or min(self.pace.part_tokens(seq.num_computed, prompts.num_sharing), seq.num_pending)
+            fits = self.pace.part(seq.num_computed, chunk, prompts.num_sharing) * self.part_layers
+        else:
+            fits = self.part_layers
+        num_left = self.part_layers - seq.part_layers
+        num_parts = max(1, math.ceil(num_left / fits - 0.2))  # even ones; a fifth of one more is not worth a step
+        return chunk, (seq.part_layers, seq.part_layers + math.ceil(num_left / num_parts))
 
     def land(self, plan: StepPlan, result: StepResult, now: float) -> list[Output]:
         """Take a plan's results. Results for sequences that ended meanwhile are dropped."""
@@ -237,7 +263,7 @@ class Scheduler:
         in_flight = self._in_flight.pop(plan.step)
         if self.pace is not None:
             decodes = [item.start + 1 for item in in_flight if item.num_tokens == 1]
-            chunks = [(item.start, item.num_tokens) for item in in_flight if item.num_tokens > 1]
+            chunks = [(item.start, item.num_tokens, self._share(item)) for item in in_flight if item.num_tokens > 1]
             self.pace.observe(len(decodes), sum(decodes), chunks, result.seconds)
         for launched in in_flight:
             seq = launched.sequence
@@ -251,6 +277,10 @@ class Scheduler:
             if seq.leaving:
                 self._retire(seq)
         return outputs
+
+    def _share(self, launched: _Launched) -> float:
+        """Of the layers, that its rows pass."""
+        return (launched.layers[1] - launched.layers[0]) / self.part_layers if launched.layers is not None else 1.0
 
     def fail_in_flight(self) -> list[Sequence]:
         """After a failed launch: forget all plans in flight; the sequences that they named are finished and returned."""
@@ -272,12 +302,15 @@ class Scheduler:
         new_blocks: list[list[int]],
         drafts: list[int],
         parents: list[int],
+        layers: tuple[int, int] | None = None,
     ) -> _Launched:
         start = seq.num_computed
-        samples = seq.wants_sample and start + count == seq.num_tokens
+        complete = layers is None or layers[1] == self.part_layers
+        samples = complete and seq.wants_sample and start + count == seq.num_tokens
         step = SequenceStep(
-            slot=seq.slot, start=start, num_tokens=count, sample=samples, drafts=drafts, parents=parents
-        )
+            slot=seq.slot, start=start, num_tokens=count, sample=samples, layers=layers, drafts=drafts,
+            parents=parents,
+        )  # fmt: skip
         if any(new_blocks):
             step.new_blocks = new_blocks
         if seq.unsent_ids:
@@ -285,7 +318,11 @@ class Scheduler:
         if seq.unsent_embeddings:
             step.append_embeddings, seq.unsent_embeddings = seq.unsent_embeddings, []
         plan.steps.append(step)
-        seq.num_computed += count + len(drafts)
+        if complete:
+            seq.num_computed += count + len(drafts)
+            seq.num_part = seq.part_layers = 0
+        elif layers is not None:
+            seq.num_part, seq.part_layers = count, layers[1]
         seq.num_in_flight += 1
         seq.num_unknown += samples
         self.counters.num_drafted += len(drafts)
@@ -296,6 +333,8 @@ class Scheduler:
             num_tokens=count,
             num_drafts=len(drafts),
             samples=samples,
+            layers=layers,
+            complete=complete,
             preemption=seq.num_preemptions,
         )
 
@@ -395,7 +434,7 @@ class Scheduler:
         else:
             self.running.remove(seq)
             seq.state = State.PREEMPTED
-        seq.num_computed = 0
+        seq.num_computed = seq.num_part = seq.part_layers = 0
         self._retire(seq)
         self._enqueue(seq)
 
@@ -446,6 +485,8 @@ class Scheduler:
                 error=error
                 or ErrorInfo(kind="InternalError", message="no result for this step", code="internal_error"),
             )
+        if not launched.complete:
+            return None
         valid = launched.start + launched.num_tokens
         if launched.samples:
             num_accepted = len(result.token_ids) - 1

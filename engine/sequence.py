@@ -53,6 +53,8 @@ class Sequence:
     state: State = State.WAITING
     slot: int = -1
     num_computed: int = 0
+    num_part: int = 0  # positions behind `num_computed` that have passed some layers only
+    part_layers: int = 0  # how many
     num_unknown: int = 0
     num_in_flight: int = 0
     leaving: bool = False  # blocks and slot go back when the last plan that names it lands
@@ -95,6 +97,11 @@ class Sequence:
             return 0
         target = self.num_tokens - 1 if self.input_open else self.num_tokens
         return target - self.num_computed
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether its prompt may pass the layers in several steps: nobody asks for the hidden rows of a chunk."""
+        return self.request.task == "generate" and self.request.params.prompt_logprobs is None
 
     @property
     def wants_sample(self) -> bool:

@@ -399,12 +399,16 @@ class SequenceStep(msgspec.Struct, kw_only=True):
 
     `parents[i]` is the index of draft i's parent among the drafts, or -1 for the last known token; parents come
     before children. `sample` is False for a prefill chunk that does not reach the end of the known tokens.
+
+    With `layers` = (first, end) the positions pass these layers alone in this step. Steps of the same positions follow until
+    `end` is the number of layers; only then are they computed.
     """
 
     slot: int
     start: int
     num_tokens: int
     sample: bool
+    layers: tuple[int, int] | None = None
     new_blocks: list[list[int]] = []  # per group, appended to the block table
     append_ids: list[int] = []  # input that came for an open request
     append_embeddings: list[EmbeddingSpan] = []

@@ -330,6 +330,7 @@ class Decoder:
         for block in self.blocks:
             windows.setdefault(block.attention.window, []).append(block.attention)
         return Workload(
+            num_layers=len(self.blocks),
             layer_bytes=sum(weight.num_bytes for weight in matrices),
             layer_products=sum(weight.out_features * weight.in_features for weight in matrices),
             head_bytes=head.num_bytes if head is not None else 0,
@@ -406,6 +407,26 @@ class Decoder:
         else:
             x, _ = self.norm.forward_residual(x, residual)
         return x if aux_hidden is None else (x, aux)
+
+    @property
+    def part_layers(self) -> int:
+        """Layers that `forward_part` can take some of; 0 where rows pass all of them or none."""
+        return self.stack.num_layers if self.stack is not None else 0
+
+    def forward_part(
+        self,
+        hidden: torch.Tensor,
+        batch: PagedBatch,
+        kvs: Sequence[torch.Tensor],
+        groups: Sequence[int],
+        *,
+        layers: tuple[int, int],
+        stream: torch.Tensor,
+    ) -> torch.Tensor:
+        """Some layers of `forward`; see LayerStack.forward_part. Only where `part_layers` is not 0."""
+        assert self.stack is not None
+        tables = [rope.cos_sin(batch.position) for rope in self.ropes]
+        return self.stack.forward_part(hidden, batch, kvs, groups, tables, layers, stream)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden rows [n, E] -> fp32 [n, V], whole on every rank."""

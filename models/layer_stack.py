@@ -1,4 +1,4 @@
-"""All layers of a decoder in one C++ call, for steps of few rows on a CPU (kernels/cpu/layers.cpp).
+"""All layers of a decoder, or some, in one C++ call, for steps of few rows on a CPU (kernels/cpu/layers.cpp).
 
 A decode step is some 200 kernels of a few microseconds; from Python a quarter of its time would go into the calls. The op
 runs the same functions in the same order, so its numbers are those of the blocks, bit for bit. It takes decoders of the
@@ -32,6 +32,7 @@ class LayerStack:
     def __init__(self, layers: object, max_rows: int) -> None:
         self._layers = layers
         self._max_rows = max_rows
+        self.num_layers: int = layers.num_layers()  # type: ignore[attr-defined]
         self._run = torch.ops.motet_cpu.decoder_layers.default
         self._nanoseconds: torch.Tensor | None = None
         self._add: Callable[[str, float], None] | None = None
@@ -54,7 +55,36 @@ class LayerStack:
         cos_sin: Sequence[tuple[torch.Tensor, torch.Tensor]],
     ) -> torch.Tensor:
         """hidden bf16 [R, E] -> hidden rows [R, E] after the final norm. `cos_sin` holds one pair per rotary base."""
-        normed: torch.Tensor = self._run(
+        return self._call(hidden, batch, kvs, groups, cos_sin, (0, self.num_layers), None)
+
+    def forward_part(
+        self,
+        hidden: torch.Tensor,
+        batch: PagedBatch,
+        kvs: Sequence[torch.Tensor],
+        groups: Sequence[int],
+        cos_sin: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        layers: tuple[int, int],
+        stream: torch.Tensor,
+    ) -> torch.Tensor:
+        """Layers `layers[0]` to before `layers[1]` alone, the same numbers as `forward` bit for bit.
+
+        Rows travel from part to part as `stream` [R, E] fp32, changed in place (what it holds before layer 0 is not read),
+        and the bf16 rows [R, E] that a part returns and the next gets as `hidden`. The last part returns the normed rows.
+        """
+        return self._call(hidden, batch, kvs, groups, cos_sin, layers, stream)
+
+    def _call(
+        self,
+        hidden: torch.Tensor,
+        batch: PagedBatch,
+        kvs: Sequence[torch.Tensor],
+        groups: Sequence[int],
+        cos_sin: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        layers: tuple[int, int],
+        stream: torch.Tensor | None,
+    ) -> torch.Tensor:
+        rows: torch.Tensor = self._run(
             self._layers,
             hidden,
             kvs,
@@ -69,12 +99,14 @@ class LayerStack:
             batch.ancestor_mask,
             batch.tree_starts,
             self._nanoseconds,
+            *layers,
+            stream,
         )
         if self._nanoseconds is not None and self._add is not None:
             for part, count in zip(PARTS, self._nanoseconds.tolist(), strict=True):
                 self._add(part, count * 1e-9)
             self._nanoseconds.zero_()
-        return normed
+        return rows
 
 
 def make_stack(decoder: Decoder) -> LayerStack | None:

@@ -35,6 +35,7 @@ class AttentionWork:
 class Workload:
     """What one step of this shard reads and multiplies; see engine/roofline.py."""
 
+    num_layers: int
     layer_bytes: int  # weights of all layers
     layer_products: int  # multiply-adds of one row with them
     head_bytes: int

@@ -1,4 +1,5 @@
-// torch.ops.motet_cpu.decoder_layers: all layers of a decoder in one call, for steps of few rows.
+// torch.ops.motet_cpu.decoder_layers: all layers of a decoder, or some that follow each other, in one call, for steps of few
+// rows.
 //
 // A decode step of a small model is some 200 kernels of a few microseconds each; called one by one from Python a quarter of
 // its time goes into the calls. This is the same sequence of the same functions: not one number differs.
@@ -171,12 +172,16 @@ void norm_heads(const Layers& stack, int64_t rows, int64_t stride, char* x, int6
 
 // hidden bf16 [R, E] -> hidden rows [R, E] after the final norm; K and V go into kvs. The batch is a PagedBatch's;
 // cos and sin [R, half] fp32 come per rotary base, kvs and groups per layer, slots and tables per group.
+//
+// With `stream` fp32 [R, E] only layers begin..end run. Between them and those before and behind, rows travel as two tensors:
+// the sum so far in `stream`, and what the last layer adds to it (bf16 [R, E]) as `hidden` and as the result.
 Tensor decoder_layers(const c10::intrusive_ptr<Layers>& layers, const Tensor& hidden, const std::vector<Tensor>& kvs,
                       at::IntArrayRef groups, const Tensor& position, const std::vector<Tensor>& slots,
                       const Tensor& num_visible, const std::vector<Tensor>& tables, const Tensor& row_starts,
                       const std::vector<Tensor>& cos, const std::vector<Tensor>& sin,
                       const std::optional<Tensor>& ancestors, const std::optional<Tensor>& tree_starts,
-                      const std::optional<Tensor>& nanoseconds) {
+                      const std::optional<Tensor>& nanoseconds, int64_t begin, int64_t end,
+                      const std::optional<Tensor>& stream) {
   const Layers& stack = *layers;
   const int64_t num_layers = stack.layers.size(), H = stack.heads, K = stack.kv_heads, D = stack.dim;
   TORCH_CHECK(hidden.dim() == 2 && hidden.is_contiguous() && hidden.scalar_type() == at::kBFloat16 &&
@@ -186,17 +191,21 @@ Tensor decoder_layers(const c10::intrusive_ptr<Layers>& layers, const Tensor& hi
   TORCH_CHECK(num_layers > 0 && (int64_t)kvs.size() == num_layers && (int64_t)groups.size() == num_layers, "decoder_layers: ",
               num_layers, " layers, ", kvs.size(), " caches, ", groups.size(), " groups");
   TORCH_CHECK(slots.size() == tables.size() && cos.size() == sin.size(), "decoder_layers: slots and tables, cos and sin");
+  TORCH_CHECK(0 <= begin && begin < end && end <= num_layers && (stream || end - begin == num_layers),
+              "decoder_layers: layers ", begin, " to ", end, " of ", num_layers, stream ? "" : " without a stream");
+  TORCH_CHECK(!stream || (stream->scalar_type() == at::kFloat && stream->is_contiguous() && stream->sizes() == hidden.sizes()),
+              "decoder_layers: expected a contiguous fp32 stream ", hidden.sizes());
   Stopwatch watch(nanoseconds);
   const int64_t rows = hidden.size(0), features = hidden.size(1), half = stack.layers[0].down().in;
   const auto like = [&](int64_t width) { return at::empty({rows, width}, hidden.options()); };
   const Tensor normed = like(features), qkv = like((H + 2 * K) * D), gate_up = like(2 * half), product = like(half), added = like(features);
-  const Tensor residual = at::empty({rows, features}, hidden.options().dtype(at::kFloat));
+  const Tensor residual = stream ? *stream : at::empty({rows, features}, hidden.options().dtype(at::kFloat));
   const Tensor heads = qkv.view({rows, H + 2 * K, D});
   const Tensor q = heads.narrow(1, 0, H), k = heads.narrow(1, H, K), v = heads.narrow(1, H + K, K);
   float* sums = residual.mutable_data_ptr<float>();
   char *normed_data = mutable_bytes(normed), *qkv_data = mutable_bytes(qkv), *gates = mutable_bytes(gate_up),
        *products = mutable_bytes(product), *x = mutable_bytes(added);
-  table().convert(Type::bf16, Type::fp32, rows * features, bytes(hidden), sums);
+  if (!begin) table().convert(Type::bf16, Type::fp32, rows * features, bytes(hidden), sums);
   const int64_t threads = at::get_num_threads();
   // Work on rows `first` .. `first + count`: all at once, or each thread with pieces of its own from matrix to matrix.
   const auto by_rows = [&](const auto& work) {
@@ -213,7 +222,7 @@ Tensor decoder_layers(const c10::intrusive_ptr<Layers>& layers, const Tensor& hi
   const auto enter = [&](int64_t i, int64_t first, int64_t count, Stopwatch& own) {
     const int64_t width = (H + 2 * K) * D;
     char *to = normed_data + first * features * 2, *qkv_rows = qkv_data + first * width * 2;
-    norm_rows(stack, count, features, (i ? x : bytes(hidden)) + first * features * 2, i ? sums + first * features : nullptr,
+    norm_rows(stack, count, features, (i > begin ? x : bytes(hidden)) + first * features * 2, i ? sums + first * features : nullptr,
               i < num_layers ? stack.layers[i].attention_norm : stack.final_norm, to);
     own.mark(kNorm);
     if (i == num_layers) return;
@@ -243,8 +252,8 @@ Tensor decoder_layers(const c10::intrusive_ptr<Layers>& layers, const Tensor& hi
     layer.down().multiply(gated, count, sum);
     own.mark(kDown);
   };
-  by_rows([&](int64_t first, int64_t count, Stopwatch& own) { enter(0, first, count, own); });
-  for (int64_t i = 0; i < num_layers; ++i) {
+  by_rows([&](int64_t first, int64_t count, Stopwatch& own) { enter(begin, first, count, own); });
+  for (int64_t i = begin; i < end; ++i) {
     const Layer& layer = stack.layers[i];
     const int64_t group = groups[i];
     TORCH_CHECK(group >= 0 && group < (int64_t)slots.size() && layer.rope < (int64_t)cos.size(),
@@ -258,10 +267,10 @@ Tensor decoder_layers(const c10::intrusive_ptr<Layers>& layers, const Tensor& hi
     watch.mark(kAttention);
     by_rows([&](int64_t first, int64_t count, Stopwatch& own) {
       leave(layer, mixed_data, first, count, own);
-      enter(i + 1, first, count, own);
+      if (i + 1 < end || end == num_layers) enter(i + 1, first, count, own);
     });
   }
-  return normed;
+  return end == num_layers ? normed : added;
 }
 
 }  // namespace
@@ -271,10 +280,11 @@ TORCH_LIBRARY_FRAGMENT(motet_cpu, m) {
       .def(torch::init<int64_t, int64_t, int64_t, double, double, double, double, int64_t, Tensor>())
       .def("add_layer", &Layers::add_layer)
       .def("add_part", &Layers::add_part)
-      .def("check_layer", &Layers::check_layer);
+      .def("check_layer", &Layers::check_layer)
+      .def("num_layers", [](const c10::intrusive_ptr<Layers>& self) { return (int64_t)self->layers.size(); });
   m.def(
       "decoder_layers(__torch__.torch.classes.motet_cpu.Layers layers, Tensor hidden, Tensor[] kvs, int[] groups, Tensor "
       "position, Tensor[] slots, Tensor num_visible, Tensor[] tables, Tensor row_starts, Tensor[] cos, Tensor[] sin, "
-      "Tensor? ancestors, Tensor? tree_starts, Tensor(a!)? nanoseconds) -> Tensor");
+      "Tensor? ancestors, Tensor? tree_starts, Tensor(a!)? nanoseconds, int begin, int end, Tensor(b!)? stream) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(motet_cpu, CPU, m) { m.impl("decoder_layers", &decoder_layers); }

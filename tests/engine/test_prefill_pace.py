@@ -28,7 +28,7 @@ def test_alone_a_prompt_has_no_limit() -> None:
 def test_without_experience_there_is_no_pace_to_keep() -> None:
     pace = PrefillPace(1.8)
     assert pace.limit(4, CONTEXT) is None
-    pace.observe(4, CONTEXT, [(0, 100)], 0.5)
+    pace.observe(4, CONTEXT, [(0, 100, 1.0)], 0.5)
     assert pace.limit(4, CONTEXT) is None
     pace.observe(4, CONTEXT, [], 0.01)
     assert pace.limit(4, CONTEXT) is not None
@@ -41,7 +41,7 @@ def test_steps_come_to_the_wanted_length() -> None:
         chunk = pace.limit(15, CONTEXT)
         assert chunk is not None
         seconds = 0.010 + chunk * 0.0001
-        pace.observe(15, CONTEXT, [(0, chunk)], seconds)
+        pace.observe(15, CONTEXT, [(0, chunk, 1.0)], seconds)
     assert pace.limit(15, CONTEXT) == pytest.approx(80, abs=1)
     assert seconds == pytest.approx(0.018, rel=0.02)
 
@@ -56,7 +56,7 @@ def test_chunks_shrink_while_contexts_make_them_dearer() -> None:
             chunk = min(chunk, 6000 - done)
             seconds = 0.010 + chunk * (0.0001 + done * 5e-8) + done * 5e-7 + (context - CONTEXT) * 4e-7
             slow += seconds > 0.021
-            pace.observe(15, context, [(done, chunk)], seconds)
+            pace.observe(15, context, [(done, chunk, 1.0)], seconds)
             done, context = done + chunk, context + 15
     assert slow == 0
 
@@ -64,16 +64,16 @@ def test_chunks_shrink_while_contexts_make_them_dearer() -> None:
 def test_a_slow_step_in_between_changes_little() -> None:
     pace = taught(2.0, 0.010)
     for _ in range(60):
-        pace.observe(15, CONTEXT, [(2000, 50)], 0.020)
+        pace.observe(15, CONTEXT, [(2000, 50, 1.0)], 0.020)
     before = pace.limit(15, CONTEXT, [2000])
-    pace.observe(15, CONTEXT, [(2000, 50)], 0.5)
+    pace.observe(15, CONTEXT, [(2000, 50, 1.0)], 0.5)
     after = pace.limit(15, CONTEXT, [2000])
     assert before == pytest.approx(50, abs=1) and after is not None and after >= 0.7 * 50
 
 
 def test_one_lucky_measurement_makes_no_giant() -> None:
     pace = taught(1.8, 0.010)
-    pace.observe(15, CONTEXT, [(0, LEAST)], 0.010 + 1e-9)
+    pace.observe(15, CONTEXT, [(0, LEAST, 1.0)], 0.010 + 1e-9)
     limit = pace.limit(15, CONTEXT)
     assert limit == pytest.approx(
         0.008 / (0.010 / 15 / 4), abs=1
@@ -83,27 +83,27 @@ def test_one_lucky_measurement_makes_no_giant() -> None:
 def test_what_was_learnt_to_be_free_is_soon_learnt_to_cost() -> None:
     pace = taught(2.0, 0.010)
     for _ in range(100):
-        pace.observe(15, CONTEXT, [(0, 50)], 0.010 + 1e-9)
+        pace.observe(15, CONTEXT, [(0, 50, 1.0)], 0.010 + 1e-9)
     seconds = []
     for _ in range(8):
         chunk = pace.limit(15, CONTEXT)
         assert chunk is not None
         seconds.append(0.010 + min(chunk, 512) * 0.0002)
-        pace.observe(15, CONTEXT, [(0, min(chunk, 512))], seconds[-1])
+        pace.observe(15, CONTEXT, [(0, min(chunk, 512), 1.0)], seconds[-1])
     assert seconds[-1] < 0.025
 
 
 def test_a_prompt_gets_on_however_slow_it_is() -> None:
     pace = taught(1.1, 0.001, 1)
-    pace.observe(1, CONTEXT, [(0, 64)], 5.0)
+    pace.observe(1, CONTEXT, [(0, 64, 1.0)], 5.0)
     assert pace.limit(1, CONTEXT) == LEAST
 
 
 def test_a_faster_step_than_any_decode_teaches_nothing() -> None:
     pace = taught(1.8, 0.010)
-    pace.observe(15, CONTEXT, [(0, 40)], 0.014)
+    pace.observe(15, CONTEXT, [(0, 40, 1.0)], 0.014)
     before = pace.limit(15, CONTEXT)
-    pace.observe(15, CONTEXT, [(0, 40)], 0.002)
+    pace.observe(15, CONTEXT, [(0, 40, 1.0)], 0.002)
     assert pace.limit(15, CONTEXT) == before
 
 
@@ -112,7 +112,7 @@ def test_the_nearest_number_of_decodes_stands_in() -> None:
     for _ in range(30):
         pace.observe(30, CONTEXT, [], 0.020)
     for _ in range(60):
-        pace.observe(30, CONTEXT, [(0, 100)], 0.030)
+        pace.observe(30, CONTEXT, [(0, 100, 1.0)], 0.030)
     pace._credit_s = 0.0
     assert pace.limit(28, CONTEXT) == pytest.approx(200, abs=4)
     assert pace.limit(3, CONTEXT) == pytest.approx(
@@ -123,7 +123,7 @@ def test_the_nearest_number_of_decodes_stands_in() -> None:
 def test_many_prompts_beside_few_streams_may_take_longer() -> None:
     pace = taught(1.8, 0.010, 4)
     for _ in range(60):
-        pace.observe(4, CONTEXT, [(0, 50)], 0.015)
+        pace.observe(4, CONTEXT, [(0, 50, 1.0)], 0.015)
     pace._credit_s = 0.0
     assert pace.limit(4, CONTEXT) == pytest.approx(80, abs=1)
     assert pace.limit(4, CONTEXT, [0, 0, 0]) == pytest.approx(240, abs=1)
@@ -137,10 +137,10 @@ def test_a_rare_prompt_is_not_cut() -> None:
         pace.observe(15, CONTEXT, [], 0.010)
     for _ in range(60):
         pace.limit(15, CONTEXT)
-        pace.observe(15, CONTEXT, [(0, 80)], 0.018)  # 0.1 ms a token, within its pace: no credit is spent
+        pace.observe(15, CONTEXT, [(0, 80, 1.0)], 0.018)  # 0.1 ms a token, within its pace: no credit is spent
     assert pace.limit(15, CONTEXT) == pytest.approx(80, abs=1)
     assert pace.credit() == pytest.approx(CREDIT_S / 0.0001, rel=0.02)
-    pace.observe(15, CONTEXT, [(0, 1580)], 0.010 + 0.158)
+    pace.observe(15, CONTEXT, [(0, 1580, 1.0)], 0.010 + 0.158)
     assert pace.limit(15, CONTEXT) == pytest.approx(80, abs=1) and pace.credit() <= 1  # the credit is spent
     for _ in range(100):
         pace.observe(15, CONTEXT, [], 0.010)
@@ -152,7 +152,7 @@ def test_a_chunk_within_its_limit_costs_no_credit_however_long_it_takes() -> Non
     pace._credit_s = CREDIT_S
     chunk = pace.limit(15, CONTEXT)
     assert chunk is not None
-    pace.observe(15, CONTEXT, [(0, chunk)], 0.5)
+    pace.observe(15, CONTEXT, [(0, chunk, 1.0)], 0.5)
     assert pace._credit_s == CREDIT_S
 
 

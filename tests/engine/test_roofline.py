@@ -18,7 +18,7 @@ WINDOW = AttentionWork(window=4, kv_bytes=100, products=1000)
 
 
 def work(*attention: AttentionWork) -> Workload:
-    return Workload(layer_bytes=1000, layer_products=50, head_bytes=400, head_products=7, attention=attention)
+    return Workload(num_layers=2, layer_bytes=1000, layer_products=50, head_bytes=400, head_products=7, attention=attention)
 
 
 def step(start: int, num_tokens: int, sample: bool = True, drafts: int = 0) -> SequenceStep:
@@ -95,6 +95,7 @@ def test_workload_of_a_decoder() -> None:
     model = random_model(config, dtype=torch.float32)
     per_layer = 64 * (64 + 2 * 32) + 64 * 64 + 64 * 2 * 96 + 96 * 64
     assert model.workload(16 * 4) == Workload(
+        num_layers=2,
         layer_bytes=2 * per_layer * 4,
         layer_products=2 * per_layer,
         head_bytes=96 * 64 * 4,
