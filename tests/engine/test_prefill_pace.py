@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from motet.engine.prefill_pace import CREDIT_S, LEAST, PrefillPace
+from motet.engine import scheduler
+from motet.engine.llm_engine import LLMEngine
+from motet.engine.prefill_pace import CREDIT_S, LEAST, PART, PrefillPace
 from motet.engine.types import StepPlan, StepResult, Tokens
+from motet.kernels.dispatch import cpu_ops
 
 from .. import tiny
 
@@ -156,6 +159,32 @@ def test_a_chunk_within_its_limit_costs_no_credit_however_long_it_takes() -> Non
     assert pace._credit_s == CREDIT_S
 
 
+def test_a_part_is_the_share_of_the_layers_that_fits() -> None:
+    pace = taught(2.0, 0.010)
+    pace._cost = [0.0001 * 64, 0.0, 1e-6 * 4096, 0.0]  # 0.1 ms a token, 1 us for each that its step looks back on
+    pace.limit(15, CONTEXT, [7000])
+    assert pace.part(7000, 130, 1) == pytest.approx(0.010 / 0.020, rel=0.01)
+    assert pace.part(7000, 130, 2) == pytest.approx(0.005 / 0.020, rel=0.01)
+    assert pace.part(7000, 30, 1) == pytest.approx(1.0)
+    assert pace.part(70_000, 130, 1) == pytest.approx(0.010 / 0.083, rel=0.01)
+    assert pace.part(700_000, 130, 1) == pytest.approx(LEAST / 130)  # a prompt gets on, whatever it costs
+
+
+def test_a_part_pays_for_the_streams_growth() -> None:
+    pace = taught(2.0, 0.010)
+    pace._cost = [0.0001 * 64, 0.0, 0.0, 1e-6 * 4096]
+    pace.limit(15, CONTEXT + 4000, [7000])
+    assert pace.part(7000, 120, 1) == pytest.approx(0.006 / 0.012, rel=0.01)
+
+
+def test_parts_fill_their_steps() -> None:
+    pace = taught(2.0, 0.010)
+    pace._cost = [0.001 * 64, 0.0, 0.0, 0.0]
+    pace.limit(15, CONTEXT, [7000])
+    count = pace.part_tokens(7000, 1)  # 32 tokens are 3.2 steps, four hold 40
+    assert count == 40 and 1 / pace.part(7000, count, 1) == pytest.approx(4)
+
+
 @pytest.mark.parametrize("slowdown", [1.0, 0.5, -2.0, float("nan")])
 def test_a_slowdown_is_above_one(slowdown: float) -> None:
     with pytest.raises(ValueError, match="more than 1"):
@@ -278,6 +307,93 @@ def test_the_credit_ends_a_prompt_and_does_not_begin_a_long_one() -> None:
     engine.step()
     assert prompt_tokens(script.plans[-1]) == 150  # ends with the credit, so it is not cut
     engine.close()
+
+
+def in_parts(**config: object) -> LLMEngine:
+    """An engine whose prompts pass one of its two layers at a time beside decodes: the pace says that everything is dear."""
+    engine = tiny.engine(dtype="bfloat16", deterministic=False, quantize="int8", num_blocks=400, **config)
+    pace = engine.scheduler.pace
+    assert pace is not None and engine.scheduler.part_layers == 2
+    pace.observe = lambda *args: None  # type: ignore[method-assign]
+    pace.limit = lambda num_decodes, *args: LEAST if num_decodes else None  # type: ignore[method-assign]
+    pace.credit = lambda: 0  # type: ignore[method-assign]
+    pace.part = lambda *args: 0.5  # type: ignore[method-assign]
+    pace.part_tokens = lambda *args: PART  # type: ignore[method-assign]
+    return engine
+
+
+def parts(engine: LLMEngine) -> list[tuple[int, int, tuple[int, int]]]:
+    return [
+        (step.start, step.num_tokens, step.layers)
+        for plan in tiny.plans(engine)
+        for step in plan.steps
+        if step.layers is not None
+    ]
+
+
+needs_parts = pytest.mark.skipif(cpu_ops() is None, reason="without the C++ kernels rows pass all layers or none")
+
+
+@needs_parts
+def test_a_deep_prompt_passes_a_few_layers_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "PART_FROM", 30)
+    requests = [
+        tiny.request(tiny.prompt(4, 1), max_tokens=120),
+        tiny.request(tiny.prompt(150, 2), max_tokens=9, temperature=0.9, seed=7),
+        tiny.request(tiny.prompt(110, 3), max_tokens=5, prompt_logprobs=0),  # its hidden rows are asked for
+        tiny.request(tiny.prompt(99, 4), max_tokens=5),
+    ]
+    engine = in_parts()
+    pieces = tiny.answers(engine, requests)
+    plain = tiny.engine(dtype="bfloat16", deterministic=False, quantize="int8", num_blocks=400, prefill_slowdown=0)
+    assert tiny.answers(plain, requests) == pieces  # bit-equal rows, whatever the chunk
+    seen = parts(engine)
+    assert len(seen) >= 8 and all(count > 1 for _, count, _ in seen)
+    halves = [layers for _, _, layers in seen]
+    assert halves.count((0, 1)) == halves.count((1, 2)) == len(halves) // 2
+    assert engine.scheduler.counters.num_step_tokens == plain.scheduler.counters.num_step_tokens
+    assert tiny.all_free(engine)
+
+
+@needs_parts
+@pytest.mark.parametrize("by", ["abort", "preempt", "stream ends"])
+def test_a_prompt_may_end_between_two_layers(monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    monkeypatch.setattr(scheduler, "PART_FROM", 30)
+    engine = in_parts()
+    stream = tiny.request(tiny.prompt(4, 1), max_tokens=300)
+    engine.submit(stream)
+    engine.step()
+    prompt = tiny.prompt(150, 2)
+    request = tiny.request(prompt, max_tokens=6)
+    engine.submit(request)
+    while not any(seq.num_part for seq in engine.scheduler.running):
+        engine.step()
+    (seq,) = [seq for seq in engine.scheduler.running if seq.num_part]
+    num_known = seq.num_computed
+    if by == "abort":
+        engine.abort(request.request_id, "left")
+    elif by == "preempt":
+        engine.scheduler._preempt(seq)
+        assert (seq.num_computed, seq.num_part, seq.part_layers) == (0, 0, 0)
+    else:
+        engine.abort(stream.request_id, "left")
+    # What has passed some layers only is in nobody's cache.
+    again = tiny.request(prompt, max_tokens=6)
+    engine.submit(again)
+    found, by_id = engine._sequences[again.request_id], dict[str, list[int]]()
+    events = []
+    while found.slot < 0:
+        events += engine.step()
+    assert found.num_cached <= max(num_known, seq.num_computed)
+    engine.abort(stream.request_id, "left")
+    for event in [*events, *tiny.drain(engine)]:
+        if isinstance(event, Tokens):
+            by_id.setdefault(event.request_id, []).extend(event.token_ids)
+    alone = tiny.engine(dtype="bfloat16", deterministic=False, quantize="int8", num_blocks=400, prefill_slowdown=0)
+    right = tiny.one(alone, tiny.request(prompt, max_tokens=6))
+    assert by_id[again.request_id] == right
+    assert by_id.get(request.request_id) == (None if by == "abort" else right)
+    assert tiny.all_free(engine)
 
 
 def test_the_pace_changes_no_token() -> None:

@@ -101,6 +101,41 @@ def test_over_an_int8_cache_too(family: str) -> None:
     )
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_may_pass_the_layers_in_parts(family: str, kv_dtype: torch.dtype) -> None:
+    model = make(family)
+    results = []
+    for cuts in ([0, 3], [0, 1, 3], [0, 1, 2, 3]):
+        paged = PagedSequences(model.kv_specs(), 1, 96, dtype=torch.bfloat16)
+        if kv_dtype is torch.int8:
+            paged.kvs = [
+                torch.zeros((*kv.shape[:-1], row_width(kv.shape[-1], kv_dtype)), dtype=kv_dtype) for kv in paged.kvs
+            ]
+        hidden = torch.empty(0)
+        for first in (0, 7):  # the second chunk looks back on the first
+            hidden = model.embed(torch.arange(first, first + 7))
+            batch = paged.batch([(0, 7)])
+            stream = torch.full((7, 64), float("nan"))  # layer 0 does not read it
+            for layers in zip(cuts, cuts[1:]):
+                hidden = model.forward_part(hidden, batch, paged.kvs, paged.groups, layers=layers, stream=stream)
+        results.append([hidden, *paged.kvs])
+    for other in results[1:]:
+        for one, same in zip(results[0], other, strict=True):
+            assert torch.equal(one.nan_to_num(9.0), same.nan_to_num(9.0))
+
+
+@pytest.mark.parametrize("layers", [(0, 0), (2, 1), (-1, 2), (0, 4)])
+def test_parts_that_are_none_are_refused(layers: tuple[int, int]) -> None:
+    model = make("llama")
+    paged = PagedSequences(model.kv_specs(), 1, 64, dtype=torch.bfloat16)
+    hidden, batch = model.embed(torch.arange(5)), paged.batch([(0, 5)])
+    with pytest.raises(RuntimeError, match=f"layers {layers[0]} to {layers[1]} of 3"):
+        model.forward_part(hidden, batch, paged.kvs, paged.groups, layers=layers, stream=torch.zeros(5, 64))
+    with pytest.raises(RuntimeError, match="contiguous fp32 stream"):
+        model.forward_part(hidden, batch, paged.kvs, paged.groups, layers=(0, 1), stream=torch.zeros(4, 64))
+
+
 def test_matrices_of_unlike_formats_lie_side_by_side() -> None:
     model = make("llama")
     halves = [
