@@ -18,7 +18,9 @@ WINDOW = AttentionWork(window=4, kv_bytes=100, products=1000)
 
 
 def work(*attention: AttentionWork) -> Workload:
-    return Workload(num_layers=2, layer_bytes=1000, layer_products=50, head_bytes=400, head_products=7, attention=attention)
+    return Workload(
+        num_layers=2, layer_bytes=1000, layer_products=50, head_bytes=400, head_products=7, attention=attention
+    )
 
 
 def step(start: int, num_tokens: int, sample: bool = True, drafts: int = 0) -> SequenceStep:
@@ -40,6 +42,17 @@ def test_decode_reads_the_weights_once_and_each_context_once() -> None:
 def test_a_chunk_without_a_sample_needs_no_head() -> None:
     cost = step_cost(work(FULL), plan(step(10, 4, sample=False)))
     assert cost == StepCost(num_bytes=1000 + 14 * 8, num_products=4 * 50 + (11 + 12 + 13 + 14) * 3)
+
+
+def test_rows_that_pass_some_layers_count_in_part() -> None:
+    half = step(10, 4, sample=False)
+    half.layers = (1, 2)
+    cost = step_cost(work(FULL), plan(half))
+    assert cost == StepCost(num_bytes=500 + 14 * 4, num_products=4 * 25 + (11 + 12 + 13 + 14) * 3 // 2)
+    beside = step_cost(work(FULL), plan(step(9, 1), half))
+    assert beside == StepCost(
+        num_bytes=1400 + 10 * 8 + 14 * 4, num_products=57 + 30 + 4 * 25 + (11 + 12 + 13 + 14) * 3 // 2
+    )
 
 
 def test_drafts_are_rows_with_logits() -> None:

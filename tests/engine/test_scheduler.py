@@ -9,8 +9,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from motet.engine import scheduler as scheduler_module
 from motet.engine.cache.block_pool import BlockPool
 from motet.engine.cache.manager import CacheManager, KVGroup
+from motet.engine.prefill_pace import PrefillPace
 from motet.engine.scheduler import Output, Scheduler
 from motet.engine.sequence import Sequence, State
 from motet.engine.types import Request, SamplingParams, SequenceResult, StepPlan, StepResult
@@ -161,12 +163,91 @@ def test_min_tokens_and_stop_ids() -> None:
     assert early.num_output == 2
 
 
+class Erratic(PrefillPace):
+    """A pace without reason, which every chunk must bear."""
+
+    def __init__(self) -> None:
+        super().__init__(2.0)
+        self.draw = random.Random(0)
+
+    def limit(self, *args: object) -> int | None:
+        return self.draw.choice([1, 2, 4, None])
+
+    def part(self, *args: object) -> float:
+        return self.draw.choice([0.05, 0.3, 0.6, 1.0])
+
+    def part_tokens(self, *args: object) -> int:
+        return self.draw.choice([2, 3, 7])
+
+
+def check_parts(plan: StepPlan, between: dict[int, tuple[int, int, int]]) -> None:
+    """A chunk under way goes on where it stopped, unless its slot was given back, and nothing is sampled before its end.
+
+    `between`: slot -> start, tokens and next layer (of 5) of a chunk under way; kept up to date.
+    """
+    for slot in plan.release:
+        between.pop(slot, None)
+    for s in plan.steps:
+        start, count, layer = between.pop(s.slot, (s.start, s.num_tokens, 0))
+        first, end = s.layers or (0, 5)
+        assert (s.start, s.num_tokens, first) == (start, count, layer) and first < end <= 5
+        if end < 5:
+            assert not s.sample
+            between[s.slot] = (start, count, end)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_prompts_in_parts_survive_shortage(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+    monkeypatch.setattr(scheduler_module, "PART_FROM", 3)
+    monkeypatch.setattr(scheduler_module, "PART", 8)
+    between: dict[int, tuple[int, int, int]] = {}
+    num_cut = 0  # chunks that lost their blocks between two layers
+    for seed in range(30):
+        draw, make = random.Random(seed), Sequences()
+        scheduler = make_scheduler(num_blocks=18, part_layers=5, pace=Erratic())  # type: ignore[arg-type]
+        sequences: list[Sequence] = []
+        flying: list[StepPlan] = []
+        between.clear()
+        for _ in range(400):
+            if len(sequences) < 12 and draw.random() < 0.5:
+                sequences.append(
+                    make(scheduler, draw.randrange(1, 30), draw.randrange(1, 30), priority=draw.randrange(2))
+                )
+                scheduler.add(sequences[-1])
+            if sequences and draw.random() < 0.02:
+                scheduler.finish(draw.choice(sequences))
+            half_way = [(seq, seq.num_preemptions) for seq in scheduler.running if seq.num_part]
+            plan = scheduler.schedule(0.0)
+            num_cut += sum(seq.num_preemptions > before for seq, before in half_way)
+            if plan is not None:
+                check_parts(plan, between)
+                flying.append(plan)
+            while len(flying) > depth or (flying and plan is None):
+                oldest = flying.pop(0)
+                scheduler.land(oldest, fake_result(oldest), 0.0)
+        assert len(sequences) == 12 and all(seq.state is State.FINISHED for seq in sequences)
+        for seq in sequences:
+            assert seq.token_ids[seq.num_prompt :] == [next_token(seq.num_prompt + i) for i in range(seq.num_output)]
+        assert sum(seq.num_output == seq.max_output for seq in sequences) >= 6
+        assert scheduler.cache.pool.num_free == scheduler.cache.pool.num_usable
+    assert num_cut >= 5
+
+
 class Machine(RuleBasedStateMachine):
     """Random lives of requests under shortage; plans land late by up to two steps, and whoever wants to may leave."""
 
-    @initialize(num_blocks=st.integers(14, 40), windows=st.sampled_from([(0,), (0, 6), (9,)]), depth=st.integers(0, 2))
-    def start(self, num_blocks: int, windows: tuple[int, ...], depth: int) -> None:
-        self.scheduler = make_scheduler(num_blocks=num_blocks, windows=windows)
+    @initialize(
+        num_blocks=st.integers(14, 40), windows=st.sampled_from([(0,), (0, 6), (9,)]), depth=st.integers(0, 2),
+        part_layers=st.sampled_from([0, 5]),
+    )  # fmt: skip
+    def start(self, num_blocks: int, windows: tuple[int, ...], depth: int, part_layers: int) -> None:
+        self.scheduler = make_scheduler(num_blocks=num_blocks, windows=windows, part_layers=part_layers)
+        self.patch = pytest.MonkeyPatch()
+        if part_layers:
+            self.scheduler.pace = Erratic()
+            self.patch.setattr(scheduler_module, "PART_FROM", 3)
+            self.patch.setattr(scheduler_module, "PART", 8)
+        self.between: dict[int, tuple[int, int, int]] = {}  # slot -> start, tokens and layer of a chunk under way
         self.make = Sequences()
         self.depth = depth
         self.flying: list[StepPlan] = []
@@ -205,8 +286,9 @@ class Machine(RuleBasedStateMachine):
         self.now += 0.5
         plan = self.scheduler.schedule(self.now)
         if plan is not None:
-            assert sum(s.num_tokens + len(s.drafts) for s in plan.steps) <= 16
+            assert sum(s.num_tokens + len(s.drafts) for s in plan.steps if s.layers is None) <= 16
             assert all(s.num_tokens > 0 for s in plan.steps)
+            check_parts(plan, self.between)
             self.flying.append(plan)
         if self.flying and (plan is None or len(self.flying) > self.depth):
             self.land_one()
@@ -242,6 +324,12 @@ class Machine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
+        try:
+            self.run_out()
+        finally:
+            self.patch.undo()
+
+    def run_out(self) -> None:
         for seq in self.alive:
             if seq.input_open:
                 self.scheduler.append(seq, [1], [], last=True) if self.scheduler.fits(
