@@ -200,7 +200,7 @@ class Scheduler:
                 cost = prompts.bound(count, seq.num_pending)
                 count, layers = self._part(seq, cost, prompts)
             if count > 0:
-                drafts, parents = self._drafts(seq, count, share - count)
+                drafts, parents = self._drafts(seq, count, share - count) if layers is None else ([], [])
                 new_blocks = self._room_for(seq, seq.num_computed + count + len(drafts))
                 if new_blocks is None:
                     # Either `seq` itself was preempted (then the next one took its index), or frees wait for a landing.

@@ -15,6 +15,7 @@ from motet.engine.cache.manager import CacheManager, KVGroup
 from motet.engine.prefill_pace import PrefillPace
 from motet.engine.scheduler import Output, Scheduler
 from motet.engine.sequence import Sequence, State
+from motet.engine.speculation.proposer import Drafts, View
 from motet.engine.types import Request, SamplingParams, SequenceResult, StepPlan, StepResult
 
 VOCAB = 50
@@ -180,6 +181,17 @@ class Erratic(PrefillPace):
         return self.draw.choice([2, 3, 7])
 
 
+class Eager:
+    """Drafts that nobody accepts."""
+
+    def propose(self, view: View, hidden: object) -> Drafts:
+        count = min(2, view.room)
+        return Drafts(ids=[1, 2][:count], parents=[-1, 0][:count])
+
+    def observe(self, num_accepted: int, num_drafted: int) -> None:
+        assert num_accepted == 0
+
+
 def check_parts(plan: StepPlan, between: dict[int, tuple[int, int, int]]) -> None:
     """A chunk under way goes on where it stopped, unless its slot was given back, and nothing is sampled before its end.
 
@@ -192,7 +204,7 @@ def check_parts(plan: StepPlan, between: dict[int, tuple[int, int, int]]) -> Non
         first, end = s.layers or (0, 5)
         assert (s.start, s.num_tokens, first) == (start, count, layer) and first < end <= 5
         if end < 5:
-            assert not s.sample
+            assert not (s.sample or s.drafts)
             between[s.slot] = (start, count, end)
 
 
@@ -204,7 +216,7 @@ def test_prompts_in_parts_survive_shortage(monkeypatch: pytest.MonkeyPatch, dept
     num_cut = 0  # chunks that lost their blocks between two layers
     for seed in range(30):
         draw, make = random.Random(seed), Sequences()
-        scheduler = make_scheduler(num_blocks=18, part_layers=5, pace=Erratic())  # type: ignore[arg-type]
+        scheduler = make_scheduler(num_blocks=18, part_layers=5, pace=Erratic(), proposer=Eager())  # type: ignore[arg-type]
         sequences: list[Sequence] = []
         flying: list[StepPlan] = []
         between.clear()
