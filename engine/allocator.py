@@ -73,7 +73,8 @@ class BlocksAhead:
     """
 
     AHEAD = 32  # blocks; one of these is taken in a step, two where all are missing
-    GROWN = 16  # blocks beyond the start, from which on a cache grows: those that a few streams end in cost no memory ahead
+    # Blocks beyond the start, from which on a cache grows: those that a few streams end in cost no memory ahead.
+    GROWN = 16
 
     def __init__(self, arenas: Sequence[tuple[int, int]], *, num_blocks: int, num_backed: int) -> None:
         """`arenas`: where each part of the cache starts, and the bytes of a block in it."""
