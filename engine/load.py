@@ -16,6 +16,7 @@ import torch
 
 from ..kernels.attention import row_width
 from ..kernels.dispatch import cpu_ops
+from ..kernels.linear import has_bf16_products
 from ..models import loader
 from ..models.build import CausalModel, build_model
 from ..models.decoder import Decoder
@@ -207,7 +208,7 @@ def load_runner(
     path = loader.resolve(name).path
     raw = loader.read_config(path)
     device = pick_device(config.device, shard.tp_rank)
-    dtype = pick_dtype(config, device)
+    dtype = pick_dtype(config, device, language=True)
     if config.deterministic and (device.type != "cpu" or cpu_ops() is None):
         raise ModelLoadError(
             "deterministic: needs a CPU and the C++ kernels (`make venv` builds them where there is g++)"
@@ -297,8 +298,12 @@ def pick_device(name: str, rank: int) -> torch.device:
         raise ModelLoadError(f"device: expected auto, cpu, cuda or cuda:N, got {name!r}", param="device") from None
 
 
-def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    """The dtype of activations and cache. "auto": bfloat16 where the hardware multiplies it, else float32."""
+def pick_dtype(config: EngineConfig, device: torch.device, *, language: bool = False) -> torch.dtype:
+    """The dtype of activations and cache. "auto": bfloat16 where the hardware multiplies it, else float32.
+
+    A `language` model computes in our own kernels, which on a CPU without such instructions (AVX2) widen bfloat16 as they
+    read it and keep quantized weights quantized: half the memory of float32 or less, and decoding is bound by that.
+    """
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
     if config.deterministic:
@@ -306,7 +311,8 @@ def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         return torch.bfloat16
     fast = torch.ops.mkldnn._is_mkldnn_bf16_supported() and "avx512_bf16" in _cpu_flags()
-    return torch.bfloat16 if fast or "amx_bf16" in _cpu_flags() else torch.float32
+    fast = fast or "amx_bf16" in _cpu_flags() or (language and has_bf16_products())
+    return torch.bfloat16 if fast else torch.float32
 
 
 def _cpu_flags() -> set[str]:

@@ -144,7 +144,7 @@ def _lm_config(config: EngineConfig, path: Path, device: torch.device) -> Engine
     raw = loader.read_config(path)
     length = min(config.max_model_len or _LONGEST, int(raw.get("max_position_embeddings") or _LONGEST), _LONGEST)
     changes: dict[str, Any] = {"max_model_len": length, "prefill_slowdown": 0.0, "speculation": "", "tp_size": 1}
-    dtype = pick_dtype(config, device)
+    dtype = pick_dtype(config, device, language=True)
     plain = config.quantize == "" and config.weights != "dequantize"
     if plain and device.type == "cpu" and dtype is torch.bfloat16 and has_byte_products():
         changes["quantize"] = "int8"

@@ -282,7 +282,7 @@ def prepare(
         if on_gpu is not None:
             return on_gpu
     if dtype == torch.bfloat16 and torch.device(device).type == "cpu" and w.format != "fp8":
-        if _ops() is not None and w.in_features % BLOCK == 0 and (w.is_quantized or _has_bf16_dot()):
+        if _ops() is not None and w.in_features % BLOCK == 0 and (w.is_quantized or has_bf16_products()):
             return _to_rows16(w)
         if w.is_quantized:
             return _to_torch_packed(w)
@@ -329,7 +329,7 @@ def linear(x: Tensor, w: LinearWeight, bias: Tensor | None = None, *, out_dtype:
         return _tiled_linear(x, w.tensors["weight"], bias)
     elif layout in ("int4pack", "int8pack") and x.shape[0] <= _TORCH_PACKED_ROWS:
         return _torch_packed_linear(x, w, bias)
-    y = F.linear(x, dequantize(w, x.dtype), bias)
+    y = F.linear(x, dequantize(w, x.dtype), None if bias is None else bias.to(x.dtype))
     return y if out_dtype is None else y.to(out_dtype)
 
 
@@ -409,19 +409,20 @@ def _ops() -> object | None:
 
 
 @cache
-def _has_bf16_dot() -> bool:
-    """Whether the C++ kernel multiplies bf16 natively here. If not, torch serves float weights better."""
-    return _ops() is not None and bool(torch.ops.motet_cpu.rows16_is_native())
+def has_bf16_products() -> bool:
+    """Whether the C++ kernel multiplies bf16 well here. If not, torch serves float weights better."""
+    return _ops() is not None and bool(torch.ops.motet_cpu.bf16_instruction_set() != "plain")
 
 
 @cache
 def many_rows(format: str) -> int:
     """From how many rows on `linear` multiplies a rows16 weight of this format by torch's matmul on this CPU."""
+    bits = BITS_ZERO[format][0]
     if getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)():
-        limits = _MANY_ROWS_AMX
-    else:
-        limits = _MANY_ROWS_PLAIN if torch.ops.motet_cpu.int8_instruction_set() == "plain" else _MANY_ROWS
-    return limits[BITS_ZERO[format][0]]
+        return _MANY_ROWS_AMX[bits]
+    if bits == 16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return _NEVER  # measured on an EPYC Zen 3 (AVX2): there torch does 3 billion products a second, linear.cpp 35
+    return (_MANY_ROWS_PLAIN if torch.ops.motet_cpu.int8_instruction_set() == "plain" else _MANY_ROWS)[bits]
 
 
 def _to_tiles(table: Tensor) -> Tensor:

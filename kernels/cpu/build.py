@@ -24,7 +24,8 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 # Compiled once, with torch's headers.
-OPERATORS = ("ops.cpp", "attention.cpp", "dense.cpp", "linear.cpp", "layers.cpp", "snake_ops.cpp", "joint.cpp")
+OPERATORS = ("ops.cpp", "attention.cpp", "dense.cpp", "linear.cpp", "bf16.cpp", "layers.cpp", "snake_ops.cpp",
+             "joint.cpp")  # fmt: skip
 HEADERS = ("ops.h", "attend.h", "few.h", "pairs.h", "turn.h", "dense.h", "rows.h", "vector.h", "kernels.h", "gemm.h",
            "snake.h", "joint.h")  # fmt: skip
 SOURCES = (*OPERATORS, "table.cpp", "snake.cpp", "int8.cpp", *HEADERS)

@@ -54,7 +54,9 @@ MOTET_INLINE T read(const void* p) {
 
 #if defined(__AVX512VNNI__)
 // ------------------------------------------------------------------------------------------------------------- AVX-512
-constexpr int kLanes = 16, kRegisterRows = 6;
+constexpr int kLanes = 16;
+template <int kBits>
+constexpr int kRegisterRows = 6;  // with two vectors of features
 constexpr int kAbove = 128;  // what an 8-bit weight is raised by
 using VecI = __m512i;
 using VecF = __m512;
@@ -67,6 +69,7 @@ MOTET_INLINE VecI high_nibbles(VecI v) {
 MOTET_INLINE VecI raised(VecI v) { return _mm512_xor_si512(v, _mm512_set1_epi8(-128)); }
 MOTET_INLINE VecI splat(int32_t v) { return _mm512_set1_epi32(v); }
 MOTET_INLINE VecF splat(float v) { return _mm512_set1_ps(v); }
+#define MOTET_DOTS_SUM_IN_32_BITS
 template <int kBits>
 MOTET_INLINE VecI dot(VecI sum, VecI weights, VecI x) {
   return _mm512_dpbusd_epi32(sum, weights, x);
@@ -92,7 +95,10 @@ MOTET_INLINE void store_bf16(void* p, VecF v) {
 }
 #elif defined(__AVX2__)
 // ---------------------------------------------------------------------------------------------------------------- AVX2
-constexpr int kLanes = 8, kRegisterRows = 2;
+constexpr int kLanes = 8;
+// Sums of the blocks before lie on the stack: sixteen registers hold what is multiplied, and more rows share the weights' nibbles.
+template <int kBits>
+constexpr int kRegisterRows = kBits == 4 ? 4 : 3;
 using VecI = __m256i;
 using VecF = __m256;
 
@@ -104,20 +110,35 @@ MOTET_INLINE VecF splat(float v) { return _mm256_set1_ps(v); }
 #if defined(__AVXVNNI__)
 constexpr int kAbove = 128;
 MOTET_INLINE VecI raised(VecI v) { return _mm256_xor_si256(v, _mm256_set1_epi8(-128)); }
+#define MOTET_DOTS_SUM_IN_32_BITS
 template <int kBits>
 MOTET_INLINE VecI dot(VecI sum, VecI weights, VecI x) {
   return _mm256_dpbusd_avx_epi32(sum, weights, x);
 }
 #else
-// VPMADDUBSW adds pairs in 16 bits, which 255 * 127 * 2 exceeds: 8-bit weights keep their sign, which goes to x.
+// VPMADDUBSW adds pairs in 16 bits, which 255 * 127 * 2 exceeds: 8-bit weights keep their sign, which goes to x. Pairs with
+// 4-bit weights are so small that a whole block's sum stays within 16 bits (8 * 2 * 15 * 127 = 30,480).
 constexpr int kAbove = 0;
 MOTET_INLINE VecI raised(VecI v) { return v; }
+MOTET_INLINE VecI in_fours(VecI pairs) { return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)); }
 template <int kBits>
 MOTET_INLINE VecI dot(VecI sum, VecI weights, VecI x) {
-  const VecI pairs = kBits == 4 ? _mm256_maddubs_epi16(weights, x)
-                                : _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(x, weights));
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  if constexpr (kBits == 4)
+    sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(weights, x));
+  else
+    sum = _mm256_add_epi32(sum, in_fours(_mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(x, weights))));
+  asm("" : "+x"(sum));  // else GCC makes all products of a block first and spills them
+  return sum;
 }
+template <int kBits>
+MOTET_INLINE VecI first_sum(int32_t start) {
+  return splat(kBits == 4 ? 0 : start);
+}
+template <int kBits>
+MOTET_INLINE VecI whole_sum(VecI sum, int32_t start) {
+  return kBits == 4 ? _mm256_add_epi32(in_fours(sum), splat(start)) : sum;
+}
+static_assert(kBlock == 32);
 #endif
 MOTET_INLINE VecF to_float(VecI v) { return _mm256_cvtepi32_ps(v); }
 MOTET_INLINE VecF times(VecF a, VecF b) { return _mm256_mul_ps(a, b); }
@@ -138,8 +159,11 @@ MOTET_INLINE void store_bf16(void* p, VecF v) {
 }
 #else
 // ------------------------------------------------------------------------------------------------- any other processor
-constexpr int kLanes = 4, kRegisterRows = 2;
+constexpr int kLanes = 4;
+template <int kBits>
+constexpr int kRegisterRows = 2;
 constexpr int kAbove = 0;
+#define MOTET_DOTS_SUM_IN_32_BITS
 typedef int32_t VecI __attribute__((vector_size(16)));
 typedef float VecF __attribute__((vector_size(16)));
 typedef uint8_t VecB __attribute__((vector_size(16)));
@@ -189,6 +213,18 @@ MOTET_INLINE VecF load_bf16(const void* p) {
 MOTET_INLINE void store_fp32(void* p, VecF v) { std::memcpy(p, &v, sizeof(v)); }
 MOTET_INLINE void store_bf16(void* p, VecF v) {
   for (int i = 0; i < 4; ++i) static_cast<uint16_t*>(p)[i] = to_bf16(v[i]);
+}
+#endif
+
+#if defined(MOTET_DOTS_SUM_IN_32_BITS)
+// What dot() adds a block's products to, and what it has come to in the end.
+template <int kBits>
+MOTET_INLINE VecI first_sum(int32_t start) {
+  return splat(start);
+}
+template <int kBits>
+MOTET_INLINE VecI whole_sum(VecI sum, int32_t) {
+  return sum;
 }
 #endif
 
@@ -242,6 +278,59 @@ void quantize_rows(const Weight& w, const uint16_t* x, int64_t begin, int64_t en
     _mm512_mask_storeu_ps(to.scale + i, present, steps);
     _mm512_mask_storeu_ps(to.sum + i, present, times(steps, to_float(total)));
     _mm512_mask_storeu_epi32(to.start + i, present, _mm512_mullo_epi32(total, above));
+  }
+}
+#elif defined(__AVX2__)
+// The bits of the largest magnitude of a block; a NaN is above infinity.
+MOTET_INLINE uint32_t largest(const uint16_t* x) {
+  const __m256i all = _mm256_set1_epi16(0x7fff);
+  const auto magnitude = [&](int64_t i) {
+    return _mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + i)), all);
+  };
+  const __m256i half = _mm256_max_epu16(magnitude(0), magnitude(16));
+  const __m128i quarter = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+  const __m128i least = _mm_minpos_epu16(_mm_xor_si128(quarter, _mm_set1_epi16(-1)));
+  return ~static_cast<uint32_t>(_mm_cvtsi128_si32(least)) & 0xffff;
+}
+
+// 32 bytes of a block, in order; returns their sum.
+template <int kBits>
+MOTET_INLINE int32_t quantize_block(const uint16_t* x, float inverse, int8_t* to) {
+  const auto eight = [&](int64_t i) { return _mm256_cvtps_epi32(times(load_bf16(x + i), splat(inverse))); };
+  // Each half has four bytes of every eight inputs.
+  const __m256i q = _mm256_packs_epi16(_mm256_packs_epi32(eight(0), eight(8)), _mm256_packs_epi32(eight(16), eight(24)));
+  const __m128i low = _mm256_castsi256_si128(q), high = _mm256_extracti128_si256(q, 1);
+  __m128i* out = reinterpret_cast<__m128i*>(to);
+  _mm_storeu_si128(out, kBits == 4 ? _mm_unpacklo_epi8(low, high) : _mm_unpacklo_epi32(low, high));
+  _mm_storeu_si128(out + 1, kBits == 4 ? _mm_unpackhi_epi8(low, high) : _mm_unpackhi_epi32(low, high));
+  const __m256i eights = _mm256_sad_epu8(_mm256_xor_si256(q, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
+  const __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(eights), _mm256_extracti128_si256(eights, 1));
+  return _mm_cvtsi128_si32(sum) + _mm_extract_epi32(sum, 2) - 128 * static_cast<int32_t>(kBlock);
+}
+
+// Eight blocks at a time, so that the divisions are made side by side and no block waits for its own.
+template <int kBits>
+void quantize_rows(const Weight& w, const uint16_t* x, int64_t begin, int64_t end, const Activations& to) {
+  const int32_t above = -w.zero - (kBits == 8 ? kAbove : 0);
+  for (int64_t i = begin * w.blocks; i < end * w.blocks; i += 8) {
+    const int64_t count = end * w.blocks - i < 8 ? end * w.blocks - i : 8;
+    alignas(32) uint32_t bits[8] = {};
+    alignas(32) float inverse[8], scale[8];
+    for (int64_t b = 0; b < count; ++b) bits[b] = largest(x + (i + b) * kBlock) << 16;
+    const __m256i most = _mm256_load_si256(reinterpret_cast<const __m256i*>(bits));
+    const VecF strange = (VecF)_mm256_cmpgt_epi32(most, splat(0x7f7fffff)), value = (VecF)most;
+    const VecF usable = _mm256_andnot_ps(strange, _mm256_cmp_ps(value, splat(kTiny), _CMP_GE_OQ));
+    const VecF divisor = _mm256_blendv_ps(splat(1.0f), value, usable);
+    _mm256_store_ps(inverse, _mm256_and_ps(usable, _mm256_div_ps(splat(127.0f), divisor)));
+    const VecF steps = _mm256_and_ps(usable, _mm256_div_ps(value, splat(127.0f)));
+    _mm256_store_ps(scale, _mm256_blendv_ps(steps, splat(NAN), strange));
+    for (int64_t b = 0; b < count; ++b) {
+      const int64_t block = i + b;
+      const int32_t sum = quantize_block<kBits>(x + block * kBlock, inverse[b], to.quants + block * kBlock);
+      to.scale[block] = scale[b];
+      to.sum[block] = scale[b] * static_cast<float>(sum);
+      to.start[block] = above * sum;
+    }
   }
 }
 #else
@@ -372,7 +461,7 @@ __attribute__((noinline)) void multiply_rows(const Weight& w, const Activations&
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 16
-      for (int c = 0; c < kColumns; ++c) part[c][r] = splat(starts[r * w.blocks + b]);
+      for (int c = 0; c < kColumns; ++c) part[c][r] = first_sum<kBits>(starts[r * w.blocks + b]);
     if constexpr (kBits == 4) {
 #pragma GCC unroll 4
       for (int j = 0; j < kQuads / 2; ++j) {
@@ -417,7 +506,8 @@ __attribute__((noinline)) void multiply_rows(const Weight& w, const Activations&
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
         const VecF own = splat(scales[r * w.blocks + b]);
-        acc[c][r] = fused(to_float(part[c][r]), kFactors == Factors::whole ? own : times(scale, own), acc[c][r]);
+        const VecF sum = to_float(whole_sum<kBits>(part[c][r], starts[r * w.blocks + b]));
+        acc[c][r] = fused(sum, kFactors == Factors::whole ? own : times(scale, own), acc[c][r]);
         if constexpr (kFactors == Factors::scale_and_minimum)
           acc[c][r] = fused(minimum, splat(sums[r * w.blocks + b]), acc[c][r]);
       }
@@ -430,7 +520,7 @@ __attribute__((noinline)) void multiply_rows(const Weight& w, const Activations&
     }
   }
   // The common case, straight from the registers.
-  if (kLanes == 16 && !to.bias && to.type == Type::bf16 && w.out - tile * kTile >= kColumns * kLanes) {
+  if (kLanes >= 8 && !to.bias && to.type == Type::bf16 && w.out - tile * kTile >= kColumns * kLanes) {
     uint16_t* y = static_cast<uint16_t*>(to.y) + row * to.stride + tile * kTile;
 #pragma GCC unroll 16
     for (int c = 0; c < kColumns; ++c) {
@@ -456,13 +546,13 @@ __attribute__((noinline)) void multiply_rows(const Weight& w, const Activations&
 
 template <int kBits, Factors kFactors, int kTiles, bool kAhead>
 void multiply_tiles(const Weight& w, const Activations& a, int64_t rows, int64_t tile, const Output& to) {
-  const int64_t passes = (rows + kRegisterRows - 1) / kRegisterRows, lines = w.block_bytes() / kLine;
+  const int64_t passes = (rows + kRegisterRows<kBits> - 1) / kRegisterRows<kBits>, lines = w.block_bytes() / kLine;
   int64_t row = 0, pass = 0;
   const auto ahead = [&] { return Ahead{lines * pass / passes, lines * (pass + 1) / passes}; };
-  for (; rows - row >= kRegisterRows; row += kRegisterRows, ++pass)
-    multiply_rows<kBits, kFactors, kTiles, kRegisterRows, kAhead>(w, a, row, tile, to, ahead());
+  for (; rows - row >= kRegisterRows<kBits>; row += kRegisterRows<kBits>, ++pass)
+    multiply_rows<kBits, kFactors, kTiles, kRegisterRows<kBits>, kAhead>(w, a, row, tile, to, ahead());
 #define MOTET_CASE(N)                                  \
-  if constexpr (kRegisterRows > N) {                   \
+  if constexpr (kRegisterRows<kBits> > N) {                   \
     if (rows - row == N) multiply_rows<kBits, kFactors, kTiles, N, kAhead>(w, a, row, tile, to, ahead()); \
   }
   MOTET_CASE(1) MOTET_CASE(2) MOTET_CASE(3) MOTET_CASE(4) MOTET_CASE(5)
@@ -479,6 +569,11 @@ void multiply_range(const Weight& w, const Activations& a, int64_t rows, int64_t
     for (; rows == 2 && end - tile >= 4; tile += 4) multiply_rows<kBits, kFactors, 4, 2, true>(w, a, 0, tile, to, all);
     for (; rows <= kFewRows && end - tile >= 4; tile += 2) multiply_tiles<kBits, kFactors, 2, true>(w, a, rows, tile, to);
     for (; end - tile >= 2; tile += 2) multiply_tiles<kBits, kFactors, 2, false>(w, a, rows, tile, to);
+  }
+  if constexpr (kLanes == 8) {
+    const Ahead all = {0, w.block_bytes() / kLine};
+    for (; rows == 1 && end - tile >= 2; tile += 2) multiply_rows<kBits, kFactors, 2, 1, true>(w, a, 0, tile, to, all);
+    for (; rows <= kFewRows && end - tile >= 2; ++tile) multiply_tiles<kBits, kFactors, 1, true>(w, a, rows, tile, to);
   }
   for (; tile < end; ++tile) multiply_tiles<kBits, kFactors, 1, false>(w, a, rows, tile, to);
 }

@@ -10,8 +10,8 @@
 //   16 bits: bf16 [tiles, blocks, 16, 32]: vector j holds inputs 2 j, 2 j + 1 of each feature; no scale.
 //   scale, minimum: fp16 or fp32 [tiles, groups, 16]; a group is one or more blocks. value = scale * (q - zero) + minimum
 //
-// 4 and 8 bits meet activations rounded to 8 bits (int8.cpp). 16 bits are multiplied as they are, bf16 by bf16 into fp32
-// (VDPBF16PS). Out is padded to whole tiles with zeros.
+// 4 and 8 bits meet activations rounded to 8 bits (int8.cpp), 16 bits are multiplied as they are (bf16.cpp). Out is padded to
+// whole tiles with zeros.
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -74,9 +74,6 @@ Weight describe(const at::Tensor& quants, const std::optional<at::Tensor>& scale
   return w;
 }
 
-uint16_t bf16_of(float value) { return c10::BFloat16(value).x; }
-float float_of(uint16_t bits) { return c10::detail::f32_from_bits(bits); }
-
 float half_to_float(uint16_t h) {
   c10::Half value;
   value.x = h;
@@ -98,99 +95,13 @@ float quant(const Weight& w, const uint8_t* block, int64_t k, int64_t lane) {
   return static_cast<float>(((byte >> (4 * (nibble % 2))) & 15) - w.zero);
 }
 
-// ---------------------------------------------------------------------------------------------------- 16-bit weights
-
-// acc [num_tiles][rows][16]. The loops over 16 lanes are what the compiler vectorizes.
-void plain_tiles(const Weight& w, const uint16_t* x, int64_t rows, int64_t tile, int64_t num_tiles, float* acc) {
-  std::memset(acc, 0, sizeof(float) * static_cast<size_t>(num_tiles * rows * kTile));
-  for (const int64_t end = tile + num_tiles; tile < end; ++tile, acc += rows * kTile) {
-    const uint16_t* words = reinterpret_cast<const uint16_t*>(w.quants + tile * w.blocks * w.block_bytes());
-    for (int64_t k = 0; k < w.in; ++k)
-      for (int64_t r = 0; r < rows; ++r) {
-        const float value = float_of(x[r * w.in + k]);
-        for (int64_t i = 0; i < kTile; ++i) acc[r * kTile + i] += value * float_of(words[k / 2 * 32 + 2 * i + k % 2]);
-      }
-  }
-}
-
+// ------------------------------------------------------------------------------------------------ unpacking to bf16
 #if defined(__x86_64__)
-#define MOTET_BF16_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,f16c,avx2,fma")))
-#define MOTET_BF16_INLINE MOTET_BF16_TARGET __attribute__((always_inline)) inline
-
 MOTET_BF16_INLINE __m512 load_factor(const Weight& w, const void* table, int64_t at) {
   if (!w.half) return _mm512_loadu_ps(static_cast<const float*>(table) + at);
   const uint16_t* half = static_cast<const uint16_t*>(table) + at;
   return _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(half)));
 }
-
-MOTET_BF16_INLINE __m512bh broadcast_pair(const uint16_t* x) {
-  int32_t pair;
-  std::memcpy(&pair, x, sizeof(pair));
-  return (__m512bh)_mm512_set1_epi32(pair);
-}
-
-// kRows rows of x against kTiles tiles; sums land in out [kTiles][stride rows][16].
-template <int kTiles, int kRows>
-MOTET_BF16_TARGET void bf16_rows(const Weight& w, const uint16_t* x, int64_t tile, float* out, int64_t stride) {
-  __m512 acc[kTiles][kRows];
-  const uint8_t* block[kTiles];
-#pragma GCC unroll 8
-  for (int t = 0; t < kTiles; ++t) {
-    block[t] = w.quants + (tile + t) * w.blocks * w.block_bytes();
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) acc[t][r] = _mm512_setzero_ps();
-  }
-  for (int64_t b = 0; b < w.blocks; ++b) {
-#pragma GCC unroll 16
-    for (int p = 0; p < kPairs; ++p) {
-      __m512bh q[kTiles];
-#pragma GCC unroll 8
-      for (int t = 0; t < kTiles; ++t) q[t] = (__m512bh)_mm512_loadu_si512(block[t] + p * 64);
-#pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) {
-        const __m512bh pair = broadcast_pair(x + r * w.in + b * kBlock + 2 * p);
-#pragma GCC unroll 8
-        for (int t = 0; t < kTiles; ++t) acc[t][r] = _mm512_dpbf16_ps(acc[t][r], q[t], pair);
-      }
-    }
-#pragma GCC unroll 8
-    for (int t = 0; t < kTiles; ++t) block[t] += kPairs * 64;
-  }
-#pragma GCC unroll 8
-  for (int t = 0; t < kTiles; ++t)
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) _mm512_storeu_ps(out + (t * stride + r) * kTile, acc[t][r]);
-}
-
-template <int kTiles>
-MOTET_BF16_TARGET void bf16_tiles_of(const Weight& w, const uint16_t* x, int64_t rows, int64_t tile, float* acc) {
-  for (int64_t r = 0; r < rows;) {
-    const uint16_t* xr = x + r * w.in;
-    float* out = acc + r * kTile;
-    const int64_t left = rows - r;
-#define MOTET_CASE(N)                                     \
-  if (left >= N) {                                        \
-    bf16_rows<kTiles, N>(w, xr, tile, out, rows);         \
-    r += N;                                               \
-    continue;                                             \
-  }
-    if constexpr (kTiles <= 2) {
-      MOTET_CASE(12) MOTET_CASE(8)
-    }
-    MOTET_CASE(4) MOTET_CASE(3) MOTET_CASE(2) MOTET_CASE(1)
-#undef MOTET_CASE
-  }
-}
-
-// Activations are read once for several tiles: 4 with few rows, 2 with many (that is what fits the registers).
-MOTET_BF16_TARGET void bf16_tiles(const Weight& w, const uint16_t* x, int64_t rows, int64_t tile, int64_t num_tiles, float* acc) {
-  const int64_t end = tile + num_tiles;
-  for (; rows <= 4 && tile + 4 <= end; tile += 4, acc += 4 * rows * kTile) bf16_tiles_of<4>(w, x, rows, tile, acc);
-  for (; tile + 2 <= end; tile += 2, acc += 2 * rows * kTile) bf16_tiles_of<2>(w, x, rows, tile, acc);
-  for (; tile < end; ++tile, acc += rows * kTile) bf16_tiles_of<1>(w, x, rows, tile, acc);
-}
-
-// ------------------------------------------------------------------------------------------------ unpacking to bf16
 
 // Rounds to nearest even like everything else here: two vectors of the same features, even and odd input -> 16 pairs.
 MOTET_BF16_INLINE __m512i interleave(__m512 even, __m512 odd) {
@@ -269,28 +180,10 @@ MOTET_BF16_TARGET void bf16_unpack(const Weight& w, int64_t tile, int64_t lanes,
 }
 #endif
 
-// "plain", "avx2" or "avxvnni" stays below what the processor has, for tests.
-const std::string& forced_isa() {
-  static const std::string isa = [] {
-    const char* forced = std::getenv("MOTET_CPU_ISA");
-    return std::string(forced ? forced : "");
-  }();
-  return isa;
-}
-
-// Whether this processor multiplies bf16 pairs itself, so that 16 bits are worth it.
-bool rows16_is_native() {
-#if defined(__x86_64__)
-  return forced_isa().empty() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw");
-#else
-  return false;
-#endif
-}
-
 const motet::Int8Table& int8_table() {
   static const motet::Int8Table* chosen = [] {
 #if defined(__x86_64__)
-    const std::string& isa = forced_isa();
+    const std::string& isa = motet::forced_isa();
     if (isa == "plain") return motet::int8_plain();
     if (isa.empty() && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
@@ -354,38 +247,6 @@ void multiply_int8(const Weight& w, const uint16_t* x, int64_t rows, motet::Outp
   }
 }
 
-void multiply_bf16(const Weight& w, const uint16_t* x, int64_t rows, const motet::Output& to) {
-  auto* tiles_fn = plain_tiles;
-#if defined(__x86_64__)
-  if (rows16_is_native()) tiles_fn = bf16_tiles;
-#endif
-  // Chunks of 4 tiles. A piece of work below some 100,000 products costs less than waking another thread.
-  const int64_t chunks = (w.tiles + 3) / 4, grain = 100000 / (rows * w.in * kTile * 4) + 1;
-  at::parallel_for(0, chunks, grain, [&](int64_t begin, int64_t end) {
-    std::vector<float> acc(static_cast<size_t>(rows * 4 * kTile));
-    for (int64_t chunk = begin; chunk < end; ++chunk) {
-      const int64_t first = chunk * 4, count = std::min<int64_t>(4, w.tiles - first);
-      tiles_fn(w, x, rows, first, count, acc.data());
-      for (int64_t t = 0; t < count; ++t) {
-        const int64_t o = (first + t) * kTile, lanes = std::min(kTile, w.out - o);
-        float bias[kTile] = {};
-        for (int64_t i = 0; to.bias && i < lanes; ++i)
-          bias[i] = to.bias_type == Type::bf16 ? float_of(static_cast<const uint16_t*>(to.bias)[o + i])
-                                               : static_cast<const float*>(to.bias)[o + i];
-        for (int64_t r = 0; r < rows; ++r) {
-          const float* from = acc.data() + (t * rows + r) * kTile;
-          const int64_t at = r * to.stride + o;
-          if (to.type == Type::fp32) {
-            for (int64_t i = 0; i < lanes; ++i) static_cast<float*>(to.y)[at + i] = from[i] + bias[i];
-          } else {
-            for (int64_t i = 0; i < lanes; ++i) static_cast<uint16_t*>(to.y)[at + i] = bf16_of(from[i] + bias[i]);
-          }
-        }
-      }
-    }
-  });
-}
-
 }  // namespace
 
 namespace motet {
@@ -427,7 +288,7 @@ namespace {
 // The whole weight as bf16 [out, in], where the processor has the instructions; false where not.
 bool unpack_all(const Weight& w, uint16_t* y) {
 #if defined(__x86_64__)
-  if (!rows16_is_native()) return false;
+  if (motet::bf16_instruction_set() != std::string("avx512bf16")) return false;
   const auto unpack = w.bits == 4 ? bf16_unpack<4> : w.bits == 8 ? bf16_unpack<8> : bf16_unpack<16>;
   at::parallel_for(0, w.tiles, 4, [&](int64_t begin, int64_t end) {
     for (int64_t tile = begin; tile < end; ++tile)
@@ -515,7 +376,7 @@ at::Tensor rows16_pack(const at::Tensor& values, int64_t bits) {
 TORCH_LIBRARY_FRAGMENT(motet_cpu, m) {
   m.def("rows16_linear(Tensor x, Tensor quants, Tensor? scale, Tensor? minimum, Tensor? bias, int bits, int zero, int out, bool fp32=False) -> Tensor");
   m.def("rows16_take(Tensor? ids, Tensor quants, Tensor? scale, Tensor? minimum, int bits, int zero, int out, ScalarType dtype) -> Tensor");
-  m.def("rows16_is_native() -> bool", rows16_is_native);
+  m.def("bf16_instruction_set() -> str", [] { return std::string(motet::bf16_instruction_set()); });
   m.def("int8_instruction_set() -> str", [] { return std::string(int8_table().name); });
   m.def("rows16_pack(Tensor values, int bits) -> Tensor");
 }

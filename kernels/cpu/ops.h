@@ -10,11 +10,16 @@
 #include <atomic>
 #include <cstring>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <vector>
 
 #include "gemm.h"
 #include "kernels.h"
+
+// Functions that need what only some processors have, in files that are compiled once.
+#define MOTET_BF16_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,f16c,avx2,fma")))
+#define MOTET_BF16_INLINE MOTET_BF16_TARGET __attribute__((always_inline)) inline
 
 namespace motet {
 const Table& table();  // of the best instruction set that this CPU has
@@ -23,6 +28,13 @@ const Table& table();  // of the best instruction set that this CPU has
 Weight describe(const at::Tensor& quants, const std::optional<at::Tensor>& scale, const std::optional<at::Tensor>& minimum,
                 int64_t bits, int64_t zero, int64_t out);
 void multiply(const Weight& w, const uint16_t* x, int64_t rows, const Output& to);
+
+// Weights of 16 bits: y = x bf16 [rows, in] times all tiles (bf16.cpp).
+void multiply_bf16(const Weight&, const uint16_t* x, int64_t rows, Output to);
+// What does that: "avx512bf16", "avx2" or "plain", which is not worth it.
+const char* bf16_instruction_set();
+// $MOTET_CPU_ISA: "plain", "avx2" or "avxvnni" stays below what the processor has, for tests; empty: all it has.
+const std::string& forced_isa();
 
 // The functions behind the operators of these names, for layers.cpp.
 at::Tensor rows16_linear(const at::Tensor& x, const at::Tensor& quants, const std::optional<at::Tensor>& scale,
@@ -43,6 +55,9 @@ namespace {
 using at::Tensor;
 using motet::table;
 using motet::Type;
+
+inline uint16_t bf16_of(float value) { return c10::BFloat16(value).x; }
+inline float float_of(uint16_t bits) { return c10::detail::f32_from_bits(bits); }
 
 inline Type type_of(const Tensor& x) {
   if (x.scalar_type() == at::kFloat) return Type::fp32;
