@@ -16,7 +16,7 @@ import torch
 
 from ..kernels.attention import row_width
 from ..kernels.dispatch import cpu_ops
-from ..kernels.linear import has_bf16_products
+from ..kernels.linear import has_bf16_products, torch_multiplies_bf16
 from ..models import loader
 from ..models.build import CausalModel, build_model
 from ..models.decoder import Decoder
@@ -310,7 +310,7 @@ def pick_dtype(config: EngineConfig, device: torch.device, *, language: bool = F
         return torch.float32
     if device.type == "cuda":
         return torch.bfloat16
-    fast = torch.ops.mkldnn._is_mkldnn_bf16_supported() and "avx512_bf16" in _cpu_flags()
+    fast = torch_multiplies_bf16() and "avx512_bf16" in _cpu_flags()
     fast = fast or "amx_bf16" in _cpu_flags() or (language and has_bf16_products())
     return torch.bfloat16 if fast else torch.float32
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from motet.engine import roofline
 from motet.engine.metrics import Metrics
 from motet.engine.roofline import Peaks, Roofline, StepCost, measure_peaks, phase, step_cost
 from motet.engine.types import SequenceStep, StepPlan
@@ -123,6 +126,24 @@ def test_peaks_are_the_best_of_what_was_measured() -> None:
     weight = torch.ones(1 << 24, dtype=torch.int32)  # 64 MiB, read in 4, 1 and 3 s
     peaks = measure_peaks([weight], quantized=False, device="cpu", clock=lambda: float(next(times)))
     assert peaks == Peaks(bytes_per_s=float(64 << 20), products_per_s=1024.0**3)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_peaks_of_a_cpu_that_multiplies_neither_bf16_nor_int8(monkeypatch: pytest.MonkeyPatch, quantized: bool) -> None:
+    """With AVX2 alone torch takes seconds for such a matrix: a model's start shall not wait for that."""
+    monkeypatch.setattr(roofline, "torch_multiplies_bf16", lambda: False)
+    monkeypatch.setattr(torch, "_int_mm", None)
+    seen: list[torch.dtype] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.mm.default:
+                seen.append(args[0].dtype)
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        peaks = measure_peaks([torch.ones(8)], quantized=quantized, device="cpu")
+    assert peaks.products_per_s > 0 and set(seen) == {torch.float32}
 
 
 def test_it_is_a_metric() -> None:
