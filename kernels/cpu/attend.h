@@ -1,8 +1,7 @@
 // Paged attention of a few rows over one chunk of the cache, straight from the blocks.
 //
-// Every number of a row is computed in an order that depends on the row alone: a score is the sum over even dims plus
-// the sum over odd dims (or as pairs.h says); the softmax runs over fixed chunks of kChunk kv indices; the mix adds kv
-// indices in rising order. So a row's result is the same alone, in a batch, in a prefill chunk of any size, and on any
+// Every number of a row is computed in an order that depends on the row alone: a score is a sum as wide.h or pairs.h says;
+// the softmax runs over fixed chunks of kChunk kv indices; the mix adds kv indices in rising order. So a row's result is the same alone, in a batch, in a prefill chunk of any size, and on any
 // number of threads.
 #pragma once
 
@@ -11,81 +10,13 @@
 #include "pairs.h"
 #include "turn.h"
 #include "vector.h"
+#include "wide.h"
 
 namespace {
 
 using motet::Attention;
 using motet::AttentionPart;
 using motet::kChunk;
-
-// scores[n][W] of N queries against W turned keys; pairs = padded dims / 2 (pad dims are 0 in q and in turned).
-template <int N>
-inline void score(const float* q, int64_t width, const float* turned, int64_t pairs, float* scores) {
-  vf even[N], odd[N];
-  for (int n = 0; n < N; ++n) even[n] = odd[n] = vf{};
-  for (int64_t d = 0; d < pairs; ++d) {
-    vf k0 = load(turned + 2 * d * W), k1 = load(turned + (2 * d + 1) * W);
-    for (int n = 0; n < N; ++n) {
-      even[n] += splat(q[n * width + 2 * d]) * k0;
-      odd[n] += splat(q[n * width + 2 * d + 1]) * k1;
-    }
-  }
-  for (int n = 0; n < N; ++n) store(scores + n * kChunk, even[n] + odd[n]);
-}
-
-// mix[n][0..C W) += sum over t of weights[n][t] * value[t].
-template <int N, int C, class T>
-inline void mix_columns(const float* weights, const T* const* value, int64_t column, int64_t count, int64_t width,
-                        float* mix) {
-  vf acc[N][C];
-  for (int n = 0; n < N; ++n)
-    for (int c = 0; c < C; ++c) acc[n][c] = load(mix + n * width + column + c * W);
-  for (int64_t t = 0; t < count; ++t) {
-    vf v[C];
-    for (int c = 0; c < C; ++c) v[c] = load(value[t] + column + c * W);
-    for (int n = 0; n < N; ++n) {
-      vf w = splat(weights[n * kChunk + t]);
-      for (int c = 0; c < C; ++c) acc[n][c] += w * v[c];
-    }
-  }
-  for (int n = 0; n < N; ++n)
-    for (int c = 0; c < C; ++c) store(mix + n * width + column + c * W, acc[n][c]);
-}
-
-template <int N, class T>
-inline void mix_some(const float* weights, const T* const* value, int64_t count, int64_t width, float* mix) {
-  int64_t column = 0;
-  for (; column + 4 * W <= width; column += 4 * W) mix_columns<N, 4>(weights, value, column, count, width, mix);
-  for (; column < width; column += W) mix_columns<N, 1>(weights, value, column, count, width, mix);
-}
-
-constexpr int kTogether = MOTET_W == 16 ? 6 : 3;  // queries whose sums fit the registers (32, else 16)
-
-template <class T>
-void mix_all(const float* weights, const T* const* value, int64_t num_queries, int64_t count, int64_t width, float* mix) {
-  int64_t n = 0;
-  for (; n + kTogether <= num_queries; n += kTogether)
-    mix_some<kTogether>(weights + n * kChunk, value, count, width, mix + n * width);
-  for (; n + 3 <= num_queries; n += 3) mix_some<3>(weights + n * kChunk, value, count, width, mix + n * width);
-  for (; n < num_queries; ++n) mix_some<1>(weights + n * kChunk, value, count, width, mix + n * width);
-}
-
-inline void score_all(const float* q, int64_t num_queries, int64_t width, const float* turned, int64_t pairs,
-                      float* scores) {
-  int64_t n = 0;
-  for (; n + kTogether <= num_queries; n += kTogether)
-    score<kTogether>(q + n * width, width, turned, pairs, scores + n * kChunk);
-  for (; n + 3 <= num_queries; n += 3) score<3>(q + n * width, width, turned, pairs, scores + n * kChunk);
-  for (; n < num_queries; ++n) score<1>(q + n * width, width, turned, pairs, scores + n * kChunk);
-}
-
-template <class T>
-inline void widen_row(const T* from, int64_t dim, float factor, int64_t width, float* to) {
-  int64_t d = 0;
-  for (; d + W <= dim; d += W) store(to + d, load(from + d) * factor);
-  for (; d < dim; ++d) to[d] = widen(from[d]) * factor;
-  for (; d < width; ++d) to[d] = 0.0f;
-}
 
 // seen[t] = all ones where the row sees kv index base + t. Returns true if it sees every one of count.
 inline bool visible(const Attention& a, int64_t seq, int64_t row, int64_t base, int64_t count, int32_t* seen) {
@@ -233,10 +164,10 @@ struct Parts {  // of scratch, in floats; W-aligned where the widths are
   Parts(float* scratch, int64_t num_queries, int64_t width) {
     scores = scratch;                            // [n, kChunk]
     q = scores + num_queries * kChunk;           // [n, width]
-    turned = q + num_queries * width;            // [width, 16], or words of pairs [kChunk / 16, width / 2, 16]
-    zeros = turned + kChunk / 2 * width;         // [width]: a row of any type
-    values = zeros + 16 * width;                 // [64, width], or words of pairs [kChunk / 2, width]
-    key_scales = values + kChunk / 2 * width;    // [kChunk]
+    turned = q + num_queries * width;            // [kChunk / W, width, W], or words of pairs [kChunk / 16, width / 2, 16]
+    zeros = turned + kChunk * width;             // [width]: a row of any type
+    values = zeros + 16 * width;                 // [kChunk, width], or words of pairs [kChunk / 2, width]
+    key_scales = values + kChunk * width;        // [kChunk]
     value_scales = key_scales + kChunk;
     seen = (int32_t*)(value_scales + kChunk);
     any = seen + kChunk;
@@ -254,6 +185,31 @@ inline void locate(const Attention& a, int64_t seq, int64_t kv_head, int64_t beg
     const T* at = head + blocks[index / a.block_size] * a.kv_block + token * a.kv_token;
     for (; index < end && token < a.block_size; ++index, ++token, at += a.kv_token) *row++ = at;
   }
+}
+
+// Values that no row sees become a row of zeros: 0 * NaN would leak.
+template <class T>
+inline void hide_unseen(const Attention& a, const AttentionPart& part, const Parts& at, const T** value) {
+  const int64_t count = part.hi - part.lo;
+  memset(at.any, 0, count * sizeof(int32_t));
+  for (int64_t row = part.row_end - 1; row >= part.row_begin; --row) {
+    if (visible(a, part.seq, row, part.lo, count, at.seen)) return;
+    for (int64_t t = 0; t < count; ++t) at.any[t] |= at.seen[t];
+  }
+  for (int64_t t = 0; t < count; ++t)
+    if (!at.any[t]) value[t] = (const T*)at.zeros;
+}
+
+// `part` with fewer rows, and without the kv indices behind what they see: those weigh 0 and change nothing.
+inline AttentionPart some_of(const Attention& a, const AttentionPart& part, int64_t begin, int64_t end) {
+  AttentionPart here = part;
+  here.row_begin = part.row_begin + begin, here.row_end = part.row_begin + end;
+  if (a.ancestors) return here;
+  int64_t high = part.lo;
+  for (int64_t row = here.row_begin; row < here.row_end; ++row)
+    high = a.num_visible[row] > high ? a.num_visible[row] : high;
+  here.hi = high < part.hi ? high : part.hi;
+  return here;
 }
 
 #if defined(MOTET_PAIRS)
@@ -276,14 +232,7 @@ void attend_many(const Attention& a, const AttentionPart& part, const Parts& at,
   }
   load_scales(key, a.dim, padded, at.key_scales);
 
-  bool every = false;  // some row sees all
-  memset(at.any, 0, padded * sizeof(int32_t));
-  for (int64_t row = part.row_end - 1; row >= part.row_begin && !every; --row) {
-    every = visible(a, part.seq, row, part.lo, count, at.seen);
-    for (int64_t t = 0; t < count && !every; ++t) at.any[t] |= at.seen[t];
-  }
-  for (int64_t t = 0; t < count && !every; ++t)
-    if (!at.any[t]) value[t] = (const T*)at.zeros;  // 0 * NaN would leak
+  hide_unseen(a, part, at, value);
   load_scales(value, a.dim, padded, at.value_scales);
   lay_values<P>(value, a.dim, padded, width, values);
 
@@ -297,14 +246,7 @@ void attend_many(const Attention& a, const AttentionPart& part, const Parts& at,
   for (int64_t begin = 0; begin < rows; begin += some_rows) {
     const int64_t end = begin + some_rows < rows ? begin + some_rows : rows, n = (end - begin) * group;
     next.count = num_next * end / rows;
-    AttentionPart here = part;
-    here.row_begin = part.row_begin + begin, here.row_end = part.row_begin + end;
-    if (!a.ancestors) {  // later kv indices weigh 0 and change nothing
-      int64_t high = part.lo;
-      for (int64_t row = here.row_begin; row < here.row_end; ++row)
-        high = a.num_visible[row] > high ? a.num_visible[row] : high;
-      here.hi = high < part.hi ? high : part.hi;
-    }
+    const AttentionPart here = some_of(a, part, begin, end);
     const int64_t whole = (here.hi - part.lo + 15) / 16 * 16;
     uint32_t* words = q;
     for (int64_t i = 0; i < n; ++i)
@@ -404,14 +346,92 @@ void attend_few(const Attention& a, const AttentionPart& part, const Parts& at, 
 }
 #endif
 
+// Everything in fp32. Keys and values of more than a few queries are laid out once; then some rows at a time go from scores to
+// their mix.
+template <class T>
+void attend_wide(const Attention& a, const AttentionPart& part, const Parts& at, const T* const* key, const T** value,
+                 int64_t padded, float* top, float* sum, float* mix) {
+  constexpr bool scaled = sizeof(T) == 1;
+  const int64_t width = motet::padded_dim(a.dim), group = a.num_heads / a.num_kv_heads, count = part.hi - part.lo;
+  const int64_t rows = part.row_end - part.row_begin, num_queries = rows * group;
+  const bool few = num_queries <= kFewWide;
+  float *q = at.q, *scores = at.scores, *turned = at.turned;
+
+  hide_unseen(a, part, at, value);
+  load_scales(key, a.dim, padded, at.key_scales);
+  load_scales(value, a.dim, padded, at.value_scales);
+  const float* wide[kChunk];
+  if (!few) {
+    for (int64_t t = 0; t < padded; t += W) {
+      ask_wide(key, a.dim, t + kAheadWide, t + kAheadWide + W, count);
+      ask_wide(value, a.dim, t, t + W, count);
+      turn(key + t, a.dim, turned + t * width);
+    }
+    for (int64_t t = 0; t < count; ++t) {
+      widen_row(value[t], a.dim, 1.0f, width, at.values + t * width);
+      wide[t] = at.values + t * width;
+    }
+  }
+  const int64_t some_rows = few ? rows : group < kTogetherWide ? kTogetherWide / group : 1;
+  for (int64_t begin = 0; begin < rows; begin += some_rows) {
+    const int64_t end = begin + some_rows < rows ? begin + some_rows : rows, n = (end - begin) * group, first = begin * group;
+    const AttentionPart here = some_of(a, part, begin, end);
+    const int64_t used = here.hi - part.lo, whole = (used + W - 1) / W * W;
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t offset = (here.row_begin + i / group) * a.q_row + (part.kv_head * group + i % group) * a.q_head;
+      if (a.q_type == motet::Type::bf16)
+        widen_row((const bf16*)a.q + offset, a.dim, a.scale, width, q + i * width);
+      else
+        widen_row((const float*)a.q + offset, a.dim, a.scale, width, q + i * width);
+    }
+    if (few)
+      for (int64_t t = 0; t < whole; t += 4 * W) {  // turned and used while they are near
+        const int64_t some = whole - t < 4 * W ? whole - t : 4 * W;
+        for (int64_t i = 0; i < some; i += W) {
+          ask_wide(key, a.dim, t + i + kAheadWide, t + i + kAheadWide + W, count);
+          ask_wide(value, a.dim, t + i, t + i + W, count);
+          turn(key + t + i, a.dim, turned + i * width);
+        }
+        score_keys(q, n, width, turned, some, a.dim, scores + t);
+      }
+    else
+      score_keys(q, n, width, turned, whole, a.dim, scores);
+    soften<false>(a, here, whole, scaled ? at.key_scales : nullptr, at.seen, nullptr, scores, top + first, sum + first);
+    for (int64_t i = 0; scaled && i < n; ++i)
+      for (int64_t t = 0; t < whole; t += W) {  // a scale that nobody sees may be NaN
+        float* weight = scores + i * kChunk + t;
+        const vf w = load(weight);
+        store(weight, pick((vi)(w == vf{}), w, w * load(at.value_scales + t)));
+      }
+    memset(mix + first * width, 0, n * width * sizeof(float));
+    if (!few) {
+      mix_all(scores, wide, n, used, width, mix + first * width);
+      continue;
+    }
+    const T* next[kChunk];
+    const int64_t num_next = part.next_hi - part.next_lo;
+    if (num_next) locate(a, part.next_seq, part.next_head, part.next_lo, part.next_hi, next);
+    for (int64_t t = 0; t < used; t += 32) {
+      const int64_t some = used - t < 32 ? used - t : 32, eighth = kAheadWide / 8;
+      ask_wide(next, a.dim, t / 32 * eighth, t / 32 * eighth + eighth, num_next);
+      for (int64_t i = 0; i < some && a.dim != width; ++i) {
+        wide[i] = at.values + i * width;
+        widen_row(value[t + i], a.dim, 1.0f, width, at.values + i * width);
+      }
+      if (a.dim == width)
+        mix_all(scores + t, value + t, n, some, width, mix);
+      else
+        mix_all(scores + t, wide, n, some, width, mix);
+    }
+  }
+}
+
 template <class T>
 void attend_typed(const Attention& a, const AttentionPart& part, float* scratch, float* top, float* sum, float* mix) {
   const int64_t width = motet::padded_dim(a.dim), group = a.num_heads / a.num_kv_heads;
   const int64_t num_queries = (part.row_end - part.row_begin) * group, count = part.hi - part.lo;
   const int64_t padded = (count + W - 1) / W * W;
-  constexpr bool scaled = sizeof(T) == 1;
   const Parts at(scratch, num_queries, width);
-  float *q = at.q, *scores = at.scores, *turned = at.turned;
 
 #if defined(MOTET_PAIRS)
   if constexpr (sizeof(T) < 4)
@@ -434,6 +454,8 @@ void attend_typed(const Attention& a, const AttentionPart& part, float* scratch,
   if constexpr (sizeof(T) < 4)
     if (a.q_type == motet::Type::bf16) {
       typedef typename Pairs<T>::type P;
+      constexpr bool scaled = sizeof(T) == 1;
+      float* scores = at.scores;
       if (num_queries > kFew) {
         attend_many<P>(a, part, at, key, value, padded, top, sum, mix);
         return;
@@ -441,9 +463,9 @@ void attend_typed(const Attention& a, const AttentionPart& part, float* scratch,
       for (int64_t n = 0; n < num_queries; ++n)
         at.factors[n] = P::query(
             (const bf16*)a.q + (part.row_begin + n / group) * a.q_row + (part.kv_head * group + n % group) * a.q_head,
-            a.dim, width / 2, a.scale, (uint32_t*)q + n * width / 2);
-      score_pairs<P>((const uint32_t*)q, num_queries, key, value, padded, a.dim, width / 2, at.factors, (uint32_t*)turned,
-                     scores);
+            a.dim, width / 2, a.scale, (uint32_t*)at.q + n * width / 2);
+      score_pairs<P>((const uint32_t*)at.q, num_queries, key, value, padded, a.dim, width / 2, at.factors,
+                     (uint32_t*)at.turned, scores);
       load_scales(key, a.dim, padded, at.key_scales);
       soften<!scaled>(a, part, padded, scaled ? at.key_scales : nullptr, at.seen, at.any, scores, top, sum);
       for (int64_t t = 0; t < count; ++t)
@@ -456,46 +478,7 @@ void attend_typed(const Attention& a, const AttentionPart& part, float* scratch,
     }
 #endif
 
-  memset(turned, 0, 16 * width * sizeof(float));
-  for (int64_t n = 0; n < num_queries; ++n) {
-    int64_t offset = (part.row_begin + n / group) * a.q_row + (part.kv_head * group + n % group) * a.q_head;
-    if (a.q_type == motet::Type::bf16)
-      widen_row((const bf16*)a.q + offset, a.dim, a.scale, width, q + n * width);
-    else
-      widen_row((const float*)a.q + offset, a.dim, a.scale, width, q + n * width);
-  }
-  for (int64_t t = 0; t < padded; t += W) {
-    turn(key + t, a.dim, turned);
-    score_all(q, num_queries, width, turned, width / 2, scores + t);
-  }
-  load_scales(key, a.dim, padded, at.key_scales);
-  load_scales(value, a.dim, padded, at.value_scales);
-  soften<false>(a, part, padded, scaled ? at.key_scales : nullptr, at.seen, at.any, scores, top, sum);
-  for (int64_t t = 0; t < count; ++t)
-    if (!at.any[t]) value[t] = nothing;
-  if (scaled)
-    for (int64_t n = 0; n < num_queries; ++n)
-      for (int64_t t = 0; t < padded; t += W) {  // a scale that nobody sees may be NaN
-        float* weight = scores + n * kChunk + t;
-        const vf w = load(weight);
-        store(weight, pick((vi)(w == vf{}), w, w * load(at.value_scales + t)));
-      }
-
-  memset(mix, 0, num_queries * width * sizeof(float));
-  const bool direct = a.dim == width && (sizeof(T) == 4 || num_queries <= kTogether);
-  if (direct) {
-    mix_all(scores, value, num_queries, count, width, mix);
-    return;
-  }
-  for (int64_t t = 0; t < count; t += 64) {  // widened once for all queries
-    int64_t some = count - t < 64 ? count - t : 64;
-    const float* wide[64];
-    for (int64_t i = 0; i < some; ++i) {
-      widen_row(value[t + i], a.dim, 1.0f, width, at.values + i * width);
-      wide[i] = at.values + i * width;
-    }
-    mix_all(scores + t, wide, num_queries, some, width, mix);
-  }
+  attend_wide(a, part, at, key, value, padded, top, sum, mix);
 }
 
 void attend(const Attention& a, const AttentionPart& part, float* scratch, float* top, float* sum, float* mix) {

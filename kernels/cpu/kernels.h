@@ -41,7 +41,7 @@ constexpr int64_t kChunk = 256;  // kv indices per softmax; a row's chunks are m
 constexpr int64_t padded_dim(int64_t dim) { return (dim + 31) / 32 * 32; }
 // Floats of scratch that attend needs for a part of num_queries = rows * H / K.
 constexpr int64_t attend_scratch(int64_t num_queries, int64_t dim) {
-  return num_queries * (padded_dim(dim) + kChunk + 1) + (kChunk + 16) * padded_dim(dim) + 4 * kChunk + 128;
+  return num_queries * (padded_dim(dim) + kChunk + 1) + (2 * kChunk + 16) * padded_dim(dim) + 4 * kChunk + 128;
 }
 
 // Attention of all rows over all rows of their window, everything bf16. Strides count elements.

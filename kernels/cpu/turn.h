@@ -51,13 +51,27 @@ inline void transpose(vu* rows) {
     rows[c + 12] = (vu)_mm512_shuffle_i32x4(odd01, odd23, 0xdd);
   }
 }
+#elif MOTET_W == 8 && defined(__AVX2__)
+inline void transpose(vu* rows) {
+  __m256i a[8], b[8];
+  for (int i = 0; i < 8; i += 2) {
+    a[i] = _mm256_unpacklo_epi32((__m256i)rows[i], (__m256i)rows[i + 1]);
+    a[i + 1] = _mm256_unpackhi_epi32((__m256i)rows[i], (__m256i)rows[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4)
+    for (int j = 0; j < 2; ++j) {  // b[i + c]: word c of each half, of rows i..i+3
+      b[i + 2 * j] = _mm256_unpacklo_epi64(a[i + j], a[i + j + 2]);
+      b[i + 2 * j + 1] = _mm256_unpackhi_epi64(a[i + j], a[i + j + 2]);
+    }
+  for (int c = 0; c < 4; ++c) {
+    rows[c] = (vu)_mm256_permute2x128_si256(b[c], b[c + 4], 0x20);
+    rows[c + 4] = (vu)_mm256_permute2x128_si256(b[c], b[c + 4], 0x31);
+  }
+}
 #else
 inline void transpose(vu* rows) {
   transpose_step<1>(rows);
   transpose_step<2>(rows);
-#if MOTET_W == 8
-  transpose_step<4>(rows);
-#endif
 }
 #endif
 
