@@ -18,7 +18,7 @@ from ..kernels.attention import row_width
 from ..kernels.dispatch import cpu_ops
 from ..kernels.linear import has_bf16_products, torch_multiplies_bf16
 from ..models import loader
-from ..models.build import CausalModel, build_model
+from ..models.build import CausalModel, build_model, is_ours
 from ..models.decoder import Decoder
 from ..models.spec import WHOLE, Shard
 from .allocator import BlocksAhead, release_freed_memory, take_pages
@@ -208,7 +208,7 @@ def load_runner(
     path = loader.resolve(name).path
     raw = loader.read_config(path)
     device = pick_device(config.device, shard.tp_rank)
-    dtype = pick_dtype(config, device, language=True)
+    dtype = pick_dtype(config, device, own_products=is_ours(raw))
     if config.deterministic and (device.type != "cpu" or cpu_ops() is None):
         raise ModelLoadError(
             "deterministic: needs a CPU and the C++ kernels (`make venv` builds them where there is g++)"
@@ -298,11 +298,11 @@ def pick_device(name: str, rank: int) -> torch.device:
         raise ModelLoadError(f"device: expected auto, cpu, cuda or cuda:N, got {name!r}", param="device") from None
 
 
-def pick_dtype(config: EngineConfig, device: torch.device, *, language: bool = False) -> torch.dtype:
+def pick_dtype(config: EngineConfig, device: torch.device, *, own_products: bool = False) -> torch.dtype:
     """The dtype of activations and cache. "auto": bfloat16 where the hardware multiplies it, else float32.
 
-    A `language` model computes in our own kernels, which on a CPU without such instructions (AVX2) widen bfloat16 as they
-    read it and keep quantized weights quantized: half the memory of float32 or less, and decoding is bound by that.
+    With `own_products` (a language model of ours) also on a CPU without such instructions: our kernels widen bfloat16 as they
+    read it (AVX2), and quantized weights stay quantized. Half the memory of float32 or less, and decoding is bound by that.
     """
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
@@ -311,7 +311,7 @@ def pick_dtype(config: EngineConfig, device: torch.device, *, language: bool = F
     if device.type == "cuda":
         return torch.bfloat16
     fast = torch_multiplies_bf16() and "avx512_bf16" in _cpu_flags()
-    fast = fast or "amx_bf16" in _cpu_flags() or (language and has_bf16_products())
+    fast = fast or "amx_bf16" in _cpu_flags() or (own_products and has_bf16_products())
     return torch.bfloat16 if fast else torch.float32
 
 

@@ -13,6 +13,7 @@ import torch
 
 from ..kernels.linear import has_byte_products
 from ..models import loader
+from ..models.build import is_ours
 from ..models.snac import Snac
 from ..models.speech_format import SAMPLE_RATE, SpeechFormat, load_format
 from .codec_engine import CodecEngine
@@ -144,7 +145,7 @@ def _lm_config(config: EngineConfig, path: Path, device: torch.device) -> Engine
     raw = loader.read_config(path)
     length = min(config.max_model_len or _LONGEST, int(raw.get("max_position_embeddings") or _LONGEST), _LONGEST)
     changes: dict[str, Any] = {"max_model_len": length, "prefill_slowdown": 0.0, "speculation": "", "tp_size": 1}
-    dtype = pick_dtype(config, device, language=True)
+    dtype = pick_dtype(config, device, own_products=is_ours(raw))
     plain = config.quantize == "" and config.weights != "dequantize"
     if plain and device.type == "cpu" and dtype is torch.bfloat16 and has_byte_products():
         changes["quantize"] = "int8"

@@ -329,8 +329,11 @@ def linear(x: Tensor, w: LinearWeight, bias: Tensor | None = None, *, out_dtype:
         return _tiled_linear(x, w.tensors["weight"], bias)
     elif layout in ("int4pack", "int8pack") and x.shape[0] <= _TORCH_PACKED_ROWS:
         return _torch_packed_linear(x, w, bias)
-    y = F.linear(x, dequantize(w, x.dtype), None if bias is None else bias.to(x.dtype))
-    return y if out_dtype is None else y.to(out_dtype)
+    # Torch's bf16 matmul may be scalar code: fp32 then.
+    scalar = x.dtype is torch.bfloat16 and x.is_cpu and not torch_multiplies_bf16()
+    dtype = torch.float32 if scalar else x.dtype
+    y = F.linear(x.to(dtype), dequantize(w, dtype), None if bias is None else bias.to(dtype))
+    return y.to(out_dtype or x.dtype)
 
 
 def has_byte_products() -> bool:

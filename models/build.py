@@ -51,6 +51,11 @@ class CausalModel(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
 
+def is_ours(config: Mapping[str, Any]) -> bool:
+    """Whether a model of this config multiplies by our kernels: not on the transformers backend."""
+    return config.get("model_type") in FAMILIES or config.get("model_type") in MULTI_CODEBOOK
+
+
 def build_model(
     config: Mapping[str, Any],
     source: WeightSource,

@@ -35,7 +35,7 @@ from ..kernels.attention import (
     row_width,
     store_kv,
 )
-from ..kernels.linear import embedding, linear
+from ..kernels.linear import embedding, linear, torch_multiplies_bf16
 from . import ctranslate2
 from .loader import WeightSource, check_names, open_weights, read_config
 from .weight_reader import WeightReader
@@ -130,8 +130,15 @@ class Whisper:
         ]
         self._mel = LogMel(config.num_mels, self.device)
         encoder, decoder = "model.encoder.", "model.decoder."
+        # Torch's own bf16 convolution may be scalar code.
+        wide = self.dtype is torch.bfloat16 and self.device.type == "cpu" and not torch_multiplies_bf16()
+        conv_dtype = torch.float32 if wide else self.dtype
         self._convs = [
-            (reader.vector(f"{encoder}conv{n}.weight"), reader.vector(f"{encoder}conv{n}.bias")) for n in (1, 2)
+            (
+                reader.vector(f"{encoder}conv{n}.weight").to(conv_dtype),
+                reader.vector(f"{encoder}conv{n}.bias").to(conv_dtype),
+            )
+            for n in (1, 2)
         ]
         self._audio_positions = reader.vector(encoder + "embed_positions.weight").float()
         self._encoder = [read_encoder_layer(reader, f"{encoder}layers.{at}.") for at in range(config.encoder_layers)]
@@ -170,7 +177,7 @@ class Whisper:
         return torch.cat([self._encode(window[None]) for window in mel])
 
     def _encode(self, mel: Tensor) -> Tensor:
-        x = mel.to(self.device, self.dtype)
+        x = mel.to(self.device, self._convs[0][0].dtype)
         for stride, (weight, bias) in enumerate(self._convs, start=1):
             x = gelu(F.conv1d(x, weight, bias, stride=stride, padding=1))
         num_windows, hidden, num_frames = x.shape
