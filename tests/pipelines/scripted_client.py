@@ -34,6 +34,7 @@ class ScriptedClient:
         self.ended: list[str] = []  # ids whose iterator was closed
         self.num_running = 0
         self.most_running = 0
+        self.together = 0  # no stream has its first token before so many have run
         self.num_closed = 0
 
     def submit(self, request: Request) -> AsyncGenerator[AnyEvent, None]:
@@ -43,6 +44,8 @@ class ScriptedClient:
         self.requests.append(request)
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
+        while self.most_running < self.together:
+            await asyncio.sleep(0.001)
         ids = self.tokenizer.encode(self.text)[: request.params.max_tokens]
         try:
             for token_id in ids:

@@ -57,7 +57,7 @@ def test_messages_and_system(chat: Chat, client: ScriptedClient) -> None:
 
 
 def test_many_prompts_run_together_and_come_back_in_order(client: ScriptedClient) -> None:
-    client.delay_s = 0.002
+    client.together = 20  # one after another, the first would never answer
     with Hub(HostConfig(), client=client) as hub:
         results = Chat(MODEL, hub=hub)([f"Question {i}" for i in range(20)], max_tokens=3)
     assert [result.text for result in results] == [results[0].text] * 20
