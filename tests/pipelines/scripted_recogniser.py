@@ -40,6 +40,7 @@ class ScriptedRecogniser:
         self.ended: list[str] = []  # ids whose iterator was closed
         self.num_running = 0
         self.most_running = 0
+        self.together = 0  # nobody is answered before so many have run
         self.num_closed = 0
         self.longest_append = 0
         self._news: dict[str, asyncio.Queue[tuple[bytes, bool]]] = {}
@@ -54,6 +55,8 @@ class ScriptedRecogniser:
         self._news[name] = asyncio.Queue()
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
+        while self.most_running < self.together:
+            await asyncio.sleep(0.001)
         said = 0
         last = not request.open
         try:

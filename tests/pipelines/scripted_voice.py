@@ -66,6 +66,7 @@ class ScriptedVoice:
         self.aborted: list[str] = []
         self.num_running = 0
         self.most_running = 0
+        self.together = 0  # nobody is answered before so many have run
         self.num_closed = 0
         self._news: dict[str, asyncio.Queue[bool | None]] = {}
 
@@ -83,6 +84,8 @@ class ScriptedVoice:
         news = self._news[name] = asyncio.Queue()
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
+        while self.most_running < self.together:
+            await asyncio.sleep(0.001)
         number = num_samples = 0
         last = not request.open
         try:

@@ -76,7 +76,7 @@ def test_voices_and_models(speech: Speech, client: ScriptedVoice) -> None:
 
 
 def test_many_texts_in_order(speech: Speech, client: ScriptedVoice) -> None:
-    client.delay_s = 0.001
+    client.together = 4  # one after another, the first would never answer
     results = speech([f"This is number {number}." for number in range(1, 5)])
     assert [result.text.split()[-1] for result in results] == ["one.", "two.", "three.", "four."]
     assert client.most_running == 4

@@ -108,7 +108,8 @@ def test_subtitles_and_json(transcription: Transcription) -> None:
 
 
 def test_many_run_together_and_come_back_in_order() -> None:
-    client = ScriptedRecogniser(delay_s=0.05)
+    client = ScriptedRecogniser()
+    client.together = 5
     with Hub(HostConfig(), client=client) as hub:
         transcription = Transcription(MODEL, hub=hub)
         results = transcription([tone(number % 3 + 0.5) for number in range(20)])
@@ -120,7 +121,8 @@ def test_many_run_together_and_come_back_in_order() -> None:
 def test_memory_for_many_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     from motet.pipelines import transcription as module
 
-    client = ScriptedRecogniser(delay_s=0.01)
+    client = ScriptedRecogniser()
+    client.together = 2
     monkeypatch.setattr(module, "BYTES_TOGETHER", 4 * RATE)
     with Hub(HostConfig(), client=client) as hub:
         results = Transcription(MODEL, hub=hub)([tone(0.5), tone(0.4), tone(3.0), tone(0.3), tone(0.5)])
@@ -129,7 +131,8 @@ def test_memory_for_many_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_bad_file_ends_the_call_and_aborts_the_rest(tmp_path: Path) -> None:
-    client = ScriptedRecogniser(delay_s=0.05)
+    client = ScriptedRecogniser()
+    client.together = 5
     with Hub(HostConfig(), client=client) as hub:
         with pytest.raises(InvalidRequest):
             Transcription(MODEL, hub=hub)([tone(60), b"this is not audio at all"])
