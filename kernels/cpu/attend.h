@@ -1,16 +1,16 @@
 // Paged attention of a few rows over one chunk of the cache, straight from the blocks.
 //
-// Every number of a row is computed in an order that depends on the row alone: a score is a sum as wide.h or pairs.h says;
-// the softmax runs over fixed chunks of kChunk kv indices; the mix adds kv indices in rising order. So a row's result is the same alone, in a batch, in a prefill chunk of any size, and on any
-// number of threads.
+// Every number of a row is computed in an order that depends on the row alone: scores and mixes as tiles.h or pairs.h
+// say; the softmax runs over fixed chunks of kChunk kv indices. So a row's result is the same alone, in a batch, in a
+// prefill chunk of any size, and on any number of threads.
 #pragma once
 
 #include "few.h"
 #include "kernels.h"
 #include "pairs.h"
+#include "tiles.h"
 #include "turn.h"
 #include "vector.h"
-#include "wide.h"
 
 namespace {
 
@@ -18,12 +18,16 @@ using motet::Attention;
 using motet::AttentionPart;
 using motet::kChunk;
 
+constexpr int64_t kSome = 12;      // queries whose scores stay in the nearest cache; up to so many, values are not laid out
+constexpr int64_t kFewTurned = 8;  // queries up to which turned keys never lie in memory
+
 // seen[t] = all ones where the row sees kv index base + t. Returns true if it sees every one of count.
 inline bool visible(const Attention& a, int64_t seq, int64_t row, int64_t base, int64_t count, int32_t* seen) {
   int64_t high = a.num_visible[row] - base;
   int64_t low = a.window > 0 ? a.position[row] - a.window + 1 - base : 0;
   if (low <= 0 && high >= count) return true;
-  for (int64_t t = 0; t < count; ++t) seen[t] = -(int32_t)((t >= low) & (t < high));
+  const int32_t first = low < 0 ? 0 : low > count ? count : low, end = high < 0 ? 0 : high > count ? count : high;
+  for (int32_t t = 0; t < count; ++t) seen[t] = -(int32_t)((t >= first) & (t < end));
   for (int64_t word = 0; a.ancestors && word < a.ancestor_words; ++word) {
     uint64_t bits = (uint64_t)a.ancestors[row * a.ancestor_words + word];
     for (; bits; bits &= bits - 1) {
@@ -49,6 +53,20 @@ inline vf weight_lanes(vf x) {
   y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
   y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
   return (vf)_mm512_scalef_ps(y, turns);
+#elif defined(__AVX2__)
+  const __m256 magic = _mm256_set1_ps(12582912.0f), least = _mm256_set1_ps(-87.0f);  // 1.5 * 2^23 rounds to integers
+  const __m256 low = _mm256_max_ps(least, (__m256)x);  // gives x where that is NaN
+  const __m256 shifted = _mm256_fmadd_ps(low, _mm256_set1_ps(1.44269504088896341f), magic);
+  const __m256 turns = _mm256_sub_ps(shifted, magic);
+  __m256 r = _mm256_fnmadd_ps(turns, _mm256_set1_ps(0.693359375f), low);
+  r = _mm256_fnmadd_ps(turns, _mm256_set1_ps(-2.12194440e-4f), r);
+  __m256 y = _mm256_fmadd_ps(_mm256_set1_ps(8.2903061e-3f), r, _mm256_set1_ps(4.1897975e-2f));
+  y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(1.6667636e-1f));
+  y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(4.9999149e-1f));
+  y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(9.9999971e-1f));
+  y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(1.0f));
+  const __m256i power = _mm256_add_epi32(_mm256_slli_epi32((__m256i)shifted, 23), _mm256_set1_epi32(0x3f800000));
+  return (vf)_mm256_and_ps(_mm256_mul_ps(y, (__m256)power), _mm256_cmp_ps((__m256)x, least, _CMP_NLT_UQ));
 #else
   return pick((vi)(x != x), x, exp_lanes(x));
 #endif
@@ -69,6 +87,17 @@ inline __m512 exp2_lanes(__m512 x) {
 // The same numbers as sum_lanes and max_lanes, without a way through memory.
 inline float sum_of(vf x) { return _mm512_reduce_add_ps((__m512)x); }
 inline float max_of(vf x) { return _mm512_reduce_max_ps((__m512)x); }
+#elif defined(__AVX2__)
+inline float sum_of(vf x) {
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+inline float max_of(vf x) {
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
 #else
 inline float sum_of(vf x) { return sum_lanes(x); }
 inline float max_of(vf x) { return max_lanes(x); }
@@ -164,9 +193,9 @@ struct Parts {  // of scratch, in floats; W-aligned where the widths are
   Parts(float* scratch, int64_t num_queries, int64_t width) {
     scores = scratch;                            // [n, kChunk]
     q = scores + num_queries * kChunk;           // [n, width]
-    turned = q + num_queries * width;            // [kChunk / W, width, W], or words of pairs [kChunk / 16, width / 2, 16]
+    turned = q + num_queries * width;            // tiles [kChunk / kTile, width, kTile], or pairs [kChunk / 16, width / 2, 16]
     zeros = turned + kChunk * width;             // [width]: a row of any type
-    values = zeros + 16 * width;                 // [kChunk, width], or words of pairs [kChunk / 2, width]
+    values = zeros + 16 * width;                 // tiles [width / kTile, kChunk, kTile], or pairs [kChunk / 2, width]
     key_scales = values + kChunk * width;        // [kChunk]
     value_scales = key_scales + kChunk;
     seen = (int32_t*)(value_scales + kChunk);
@@ -185,31 +214,6 @@ inline void locate(const Attention& a, int64_t seq, int64_t kv_head, int64_t beg
     const T* at = head + blocks[index / a.block_size] * a.kv_block + token * a.kv_token;
     for (; index < end && token < a.block_size; ++index, ++token, at += a.kv_token) *row++ = at;
   }
-}
-
-// Values that no row sees become a row of zeros: 0 * NaN would leak.
-template <class T>
-inline void hide_unseen(const Attention& a, const AttentionPart& part, const Parts& at, const T** value) {
-  const int64_t count = part.hi - part.lo;
-  memset(at.any, 0, count * sizeof(int32_t));
-  for (int64_t row = part.row_end - 1; row >= part.row_begin; --row) {
-    if (visible(a, part.seq, row, part.lo, count, at.seen)) return;
-    for (int64_t t = 0; t < count; ++t) at.any[t] |= at.seen[t];
-  }
-  for (int64_t t = 0; t < count; ++t)
-    if (!at.any[t]) value[t] = (const T*)at.zeros;
-}
-
-// `part` with fewer rows, and without the kv indices behind what they see: those weigh 0 and change nothing.
-inline AttentionPart some_of(const Attention& a, const AttentionPart& part, int64_t begin, int64_t end) {
-  AttentionPart here = part;
-  here.row_begin = part.row_begin + begin, here.row_end = part.row_begin + end;
-  if (a.ancestors) return here;
-  int64_t high = part.lo;
-  for (int64_t row = here.row_begin; row < here.row_end; ++row)
-    high = a.num_visible[row] > high ? a.num_visible[row] : high;
-  here.hi = high < part.hi ? high : part.hi;
-  return here;
 }
 
 #if defined(MOTET_PAIRS)
@@ -232,7 +236,14 @@ void attend_many(const Attention& a, const AttentionPart& part, const Parts& at,
   }
   load_scales(key, a.dim, padded, at.key_scales);
 
-  hide_unseen(a, part, at, value);
+  bool every = false;  // some row sees all
+  memset(at.any, 0, padded * sizeof(int32_t));
+  for (int64_t row = part.row_end - 1; row >= part.row_begin && !every; --row) {
+    every = visible(a, part.seq, row, part.lo, count, at.seen);
+    for (int64_t t = 0; t < count && !every; ++t) at.any[t] |= at.seen[t];
+  }
+  for (int64_t t = 0; t < count && !every; ++t)
+    if (!at.any[t]) value[t] = (const T*)at.zeros;  // 0 * NaN would leak
   load_scales(value, a.dim, padded, at.value_scales);
   lay_values<P>(value, a.dim, padded, width, values);
 
@@ -246,7 +257,14 @@ void attend_many(const Attention& a, const AttentionPart& part, const Parts& at,
   for (int64_t begin = 0; begin < rows; begin += some_rows) {
     const int64_t end = begin + some_rows < rows ? begin + some_rows : rows, n = (end - begin) * group;
     next.count = num_next * end / rows;
-    const AttentionPart here = some_of(a, part, begin, end);
+    AttentionPart here = part;
+    here.row_begin = part.row_begin + begin, here.row_end = part.row_begin + end;
+    if (!a.ancestors) {  // later kv indices weigh 0 and change nothing
+      int64_t high = part.lo;
+      for (int64_t row = here.row_begin; row < here.row_end; ++row)
+        high = a.num_visible[row] > high ? a.num_visible[row] : high;
+      here.hi = high < part.hi ? high : part.hi;
+    }
     const int64_t whole = (here.hi - part.lo + 15) / 16 * 16;
     uint32_t* words = q;
     for (int64_t i = 0; i < n; ++i)
@@ -346,37 +364,58 @@ void attend_few(const Attention& a, const AttentionPart& part, const Parts& at, 
 }
 #endif
 
-// Everything in fp32. Keys and values of more than a few queries are laid out once; then some rows at a time go from scores to
-// their mix.
+// Keys are turned and values laid out once for many queries; then a few rows at a time go from scores to their mix, while
+// these are in the nearest cache. Few queries use a tile of keys as soon as it is turned, and values as they lie.
+// What comes next is asked for meanwhile: the values during the scores, the next chunk's keys during the mix.
 template <class T>
-void attend_wide(const Attention& a, const AttentionPart& part, const Parts& at, const T* const* key, const T** value,
-                 int64_t padded, float* top, float* sum, float* mix) {
+void attend_tiles(const Attention& a, const AttentionPart& part, const Parts& at, const T* const* key, const T** value,
+                  float* top, float* sum, float* mix) {
   constexpr bool scaled = sizeof(T) == 1;
-  const int64_t width = motet::padded_dim(a.dim), group = a.num_heads / a.num_kv_heads, count = part.hi - part.lo;
-  const int64_t rows = part.row_end - part.row_begin, num_queries = rows * group;
-  const bool few = num_queries <= kFewWide;
-  float *q = at.q, *scores = at.scores, *turned = at.turned;
+  const int64_t width = motet::padded_dim(a.dim), group = a.num_heads / a.num_kv_heads, pairs = (a.dim + 1) / 2;
+  const int64_t rows = part.row_end - part.row_begin, count = part.hi - part.lo;
+  const int64_t padded = (count + kTile - 1) / kTile * kTile;
+  const int64_t some_rows = group < kSome ? kSome / group : 1;
+  const bool once = rows <= some_rows, direct = rows * group <= kSome;
+  const bool few = rows * group <= kFewTurned && a.dim % kStep<T> == 0;
+  float *q = at.q, *scores = at.scores;
+  const auto ask_values = [&](int64_t t) {
+    for (int64_t i = t; i < t + kTile && i < count; ++i) ask_row(value[i], a.dim);
+  };
+  const auto turn_tile = [&](int64_t t, float* turned) {
+    ask_values(t);
+    for (int64_t i = 0; i < kTile; i += W) turn(key + t + i, a.dim, kTile, turned + i);
+    if (a.dim % 2) memset(turned + a.dim * kTile, 0, kTile * sizeof(float));
+  };
 
-  hide_unseen(a, part, at, value);
+  bool every = false;  // some row sees all
+  memset(at.any, 0, padded * sizeof(int32_t));
+  for (int64_t row = part.row_end - 1; row >= part.row_begin && !every; --row) {
+    every = visible(a, part.seq, row, part.lo, count, at.seen);
+    for (int64_t t = 0; t < count && !every; ++t) at.any[t] |= at.seen[t];
+  }
   load_scales(key, a.dim, padded, at.key_scales);
   load_scales(value, a.dim, padded, at.value_scales);
-  const float* wide[kChunk];
-  if (!few) {
-    for (int64_t t = 0; t < padded; t += W) {
-      ask_wide(key, a.dim, t + kAheadWide, t + kAheadWide + W, count);
-      ask_wide(value, a.dim, t, t + W, count);
-      turn(key + t, a.dim, turned + t * width);
-    }
-    for (int64_t t = 0; t < count; ++t) {
-      widen_row(value[t], a.dim, 1.0f, width, at.values + t * width);
-      wide[t] = at.values + t * width;
-    }
-  }
-  const int64_t some_rows = few ? rows : group < kTogetherWide ? kTogetherWide / group : 1;
+  for (int64_t t = 0; t < count && !every; ++t)
+    if (!at.any[t]) value[t] = (const T*)at.zeros;  // 0 * NaN would leak
+  if (!once)
+    for (int64_t t = 0; t < padded; t += kTile) turn_tile(t, at.turned + t * width);
+  if (!direct)
+    for (int64_t d = 0; d < a.dim; d += kTile) lay_tile(value, d, a.dim, count, at.values + d * kChunk);
+
+  const T* next[kChunk];
+  const int64_t num_next = direct ? part.next_hi - part.next_lo : 0;
+  if (num_next) locate(a, part.next_seq, part.next_head, part.next_lo, part.next_hi, next);
   for (int64_t begin = 0; begin < rows; begin += some_rows) {
-    const int64_t end = begin + some_rows < rows ? begin + some_rows : rows, n = (end - begin) * group, first = begin * group;
-    const AttentionPart here = some_of(a, part, begin, end);
-    const int64_t used = here.hi - part.lo, whole = (used + W - 1) / W * W;
+    const int64_t end = begin + some_rows < rows ? begin + some_rows : rows, n = (end - begin) * group;
+    AttentionPart here = part;
+    here.row_begin = part.row_begin + begin, here.row_end = part.row_begin + end;
+    if (!a.ancestors) {  // later kv indices weigh 0 and change nothing
+      int64_t high = part.lo;
+      for (int64_t row = here.row_begin; row < here.row_end; ++row)
+        high = a.num_visible[row] > high ? a.num_visible[row] : high;
+      here.hi = high < part.hi ? high : part.hi;
+    }
+    const int64_t some = here.hi - part.lo, whole = (some + kTile - 1) / kTile * kTile;
     for (int64_t i = 0; i < n; ++i) {
       const int64_t offset = (here.row_begin + i / group) * a.q_row + (part.kv_head * group + i % group) * a.q_head;
       if (a.q_type == motet::Type::bf16)
@@ -384,44 +423,38 @@ void attend_wide(const Attention& a, const AttentionPart& part, const Parts& at,
       else
         widen_row((const float*)a.q + offset, a.dim, a.scale, width, q + i * width);
     }
-    if (few)
-      for (int64_t t = 0; t < whole; t += 4 * W) {  // turned and used while they are near
-        const int64_t some = whole - t < 4 * W ? whole - t : 4 * W;
-        for (int64_t i = 0; i < some; i += W) {
-          ask_wide(key, a.dim, t + i + kAheadWide, t + i + kAheadWide + W, count);
-          ask_wide(value, a.dim, t + i, t + i + W, count);
-          turn(key + t + i, a.dim, turned + i * width);
-        }
-        score_keys(q, n, width, turned, some, a.dim, scores + t);
-      }
-    else
-      score_keys(q, n, width, turned, whole, a.dim, scores);
-    soften<false>(a, here, whole, scaled ? at.key_scales : nullptr, at.seen, nullptr, scores, top + first, sum + first);
+    for (int64_t t = 0; few && t < whole; t += kTile) {
+      ask_values(t);
+      for (int64_t i = t; i < t + kTile; i += W) score_few(q, n, width, key + i, a.dim, scores + i);
+    }
+    for (int64_t t = 0; !few && t < whole; t += kTile) {
+      float* turned = once ? at.turned : at.turned + t * width;
+      if (once) turn_tile(t, turned);
+      score_tiles(q, n, width, turned, pairs, scores + t);
+    }
+    soften<false>(a, here, whole, scaled ? at.key_scales : nullptr, at.seen, nullptr, scores, top + begin * group,
+                  sum + begin * group);
     for (int64_t i = 0; scaled && i < n; ++i)
       for (int64_t t = 0; t < whole; t += W) {  // a scale that nobody sees may be NaN
         float* weight = scores + i * kChunk + t;
         const vf w = load(weight);
         store(weight, pick((vi)(w == vf{}), w, w * load(at.value_scales + t)));
       }
-    memset(mix + first * width, 0, n * width * sizeof(float));
-    if (!few) {
-      mix_all(scores, wide, n, used, width, mix + first * width);
-      continue;
-    }
-    const T* next[kChunk];
-    const int64_t num_next = part.next_hi - part.next_lo;
-    if (num_next) locate(a, part.next_seq, part.next_head, part.next_lo, part.next_hi, next);
-    for (int64_t t = 0; t < used; t += 32) {
-      const int64_t some = used - t < 32 ? used - t : 32, eighth = kAheadWide / 8;
-      ask_wide(next, a.dim, t / 32 * eighth, t / 32 * eighth + eighth, num_next);
-      for (int64_t i = 0; i < some && a.dim != width; ++i) {
-        wide[i] = at.values + i * width;
-        widen_row(value[t + i], a.dim, 1.0f, width, at.values + i * width);
+    float* to = mix + begin * group * width;
+    for (int64_t d = 0; d < width;) {
+      const int64_t ask = d == 0 ? num_next : 0;
+      if (direct && d + 4 * kTile <= a.dim && n == 1) {
+        mix_rows<4>(scores, value, d, n, some, next, ask, a.dim, width, to), d += 4 * kTile;
+      } else if (direct && d + 2 * kTile <= a.dim && n <= 3) {
+        mix_rows<2>(scores, value, d, n, some, next, ask, a.dim, width, to), d += 2 * kTile;
+      } else if (direct && d + kTile <= a.dim) {
+        mix_rows<1>(scores, value, d, n, some, next, ask, a.dim, width, to), d += kTile;
+      } else {
+        if (direct && d < a.dim) lay_tile(value, d, a.dim, some, at.values + d * kChunk);
+        if (d < a.dim) mix_laid<T>(scores, at.values + d * kChunk, n, some, width, to + d);
+        for (int64_t i = 0; i < n && d >= a.dim; ++i) memset(to + i * width + d, 0, kTile * sizeof(float));
+        d += kTile;
       }
-      if (a.dim == width)
-        mix_all(scores + t, value + t, n, some, width, mix);
-      else
-        mix_all(scores + t, wide, n, some, width, mix);
     }
   }
 }
@@ -430,7 +463,6 @@ template <class T>
 void attend_typed(const Attention& a, const AttentionPart& part, float* scratch, float* top, float* sum, float* mix) {
   const int64_t width = motet::padded_dim(a.dim), group = a.num_heads / a.num_kv_heads;
   const int64_t num_queries = (part.row_end - part.row_begin) * group, count = part.hi - part.lo;
-  const int64_t padded = (count + W - 1) / W * W;
   const Parts at(scratch, num_queries, width);
 
 #if defined(MOTET_PAIRS)
@@ -448,14 +480,15 @@ void attend_typed(const Attention& a, const AttentionPart& part, float* scratch,
   const T* nothing = (const T*)at.zeros;
   locate(a, part.seq, part.kv_head, part.lo, part.hi, key);
   for (int64_t t = 0; t < count; ++t) value[t] = key[t] + a.kv_part;
-  for (int64_t t = count; t < padded; ++t) key[t] = value[t] = nothing;
+  for (int64_t t = count; t < (count + kTile - 1) / kTile * kTile; ++t) key[t] = value[t] = nothing;
 
 #if defined(MOTET_PAIRS)
   if constexpr (sizeof(T) < 4)
     if (a.q_type == motet::Type::bf16) {
       typedef typename Pairs<T>::type P;
       constexpr bool scaled = sizeof(T) == 1;
-      float* scores = at.scores;
+      const int64_t padded = (count + W - 1) / W * W;
+      float *q = at.q, *scores = at.scores, *turned = at.turned;
       if (num_queries > kFew) {
         attend_many<P>(a, part, at, key, value, padded, top, sum, mix);
         return;
@@ -463,9 +496,9 @@ void attend_typed(const Attention& a, const AttentionPart& part, float* scratch,
       for (int64_t n = 0; n < num_queries; ++n)
         at.factors[n] = P::query(
             (const bf16*)a.q + (part.row_begin + n / group) * a.q_row + (part.kv_head * group + n % group) * a.q_head,
-            a.dim, width / 2, a.scale, (uint32_t*)at.q + n * width / 2);
-      score_pairs<P>((const uint32_t*)at.q, num_queries, key, value, padded, a.dim, width / 2, at.factors,
-                     (uint32_t*)at.turned, scores);
+            a.dim, width / 2, a.scale, (uint32_t*)q + n * width / 2);
+      score_pairs<P>((const uint32_t*)q, num_queries, key, value, padded, a.dim, width / 2, at.factors, (uint32_t*)turned,
+                     scores);
       load_scales(key, a.dim, padded, at.key_scales);
       soften<!scaled>(a, part, padded, scaled ? at.key_scales : nullptr, at.seen, at.any, scores, top, sum);
       for (int64_t t = 0; t < count; ++t)
@@ -478,7 +511,7 @@ void attend_typed(const Attention& a, const AttentionPart& part, float* scratch,
     }
 #endif
 
-  attend_wide(a, part, at, key, value, padded, top, sum, mix);
+  attend_tiles(a, part, at, key, value, top, sum, mix);
 }
 
 void attend(const Attention& a, const AttentionPart& part, float* scratch, float* top, float* sum, float* mix) {

@@ -27,7 +27,7 @@ HERE = Path(__file__).resolve().parent
 OPERATORS = ("ops.cpp", "attention.cpp", "dense.cpp", "linear.cpp", "bf16.cpp", "layers.cpp", "snake_ops.cpp",
              "joint.cpp")  # fmt: skip
 HEADERS = ("ops.h", "attend.h", "few.h", "pairs.h", "turn.h", "dense.h", "rows.h", "vector.h", "kernels.h", "gemm.h",
-           "bytes.h", "wide.h", "snake.h", "joint.h")  # fmt: skip
+           "bytes.h", "tiles.h", "snake.h", "joint.h")  # fmt: skip
 SOURCES = (*OPERATORS, "table.cpp", "snake.cpp", "int8.cpp", *HEADERS)
 KERNEL_FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 OPS_FLAGS = ("-O2", "-Wno-psabi", "-Wno-unknown-pragmas")

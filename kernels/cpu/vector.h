@@ -47,7 +47,10 @@ inline vu widen_lanes(vh x) { return (vu)_mm512_cvtepu16_epi32((__m256i)x); }
 inline vh narrow_lanes(vu x) { return (vh)_mm512_cvtepi32_epi16((__m512i)x); }
 #elif defined(__AVX2__)
 inline vu widen_lanes(vh x) { return (vu)_mm256_cvtepu16_epi32((__m128i)x); }
-inline vh narrow_lanes(vu x) { return __builtin_convertvector(x, vh); }
+inline vh narrow_lanes(vu x) {
+  const __m256i packed = _mm256_packus_epi32((__m256i)x, (__m256i)x);  // lanes are below 2^16 here
+  return (vh)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 8));
+}
 #else
 inline vu widen_lanes(vh x) { return __builtin_convertvector(x, vu); }
 inline vh narrow_lanes(vu x) { return __builtin_convertvector(x, vh); }
@@ -59,6 +62,8 @@ inline vf load(const int8_t* p) {
   memcpy(&bytes, p, sizeof bytes);
 #if defined(__AVX512F__)
   return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)bytes));
+#elif defined(__AVX2__)
+  return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_set_epi64x(0, (int64_t)bytes)));
 #else
   return __builtin_convertvector(bytes, vf);
 #endif

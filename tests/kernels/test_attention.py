@@ -340,6 +340,42 @@ def test_few_rows_over_a_long_context_beside_decodes(backend: str, threads: int,
         torch.set_num_threads(before)
 
 
+@KINDS
+@pytest.mark.parametrize("instruction_set", ["plain", "avx2", "avx512", "avx512bf16"])
+@pytest.mark.parametrize(("group", "dim"), [(1, 33), (2, 80), (3, 64), (5, 128), (7, 96), (13, 256)])
+def test_a_row_among_any_number_of_rows_keeps_every_bit(
+    backend: str, group: int, dim: int, instruction_set: str, kind: str
+) -> None:
+    """From one query to more than are taken together, so that every way through keys and values is met."""
+    first, rows = 240, 40
+    q, kv, batch = paged([(first, rows)], heads=group, kv_heads=1, dim=dim, block=16, dtype=torch.bfloat16)
+    kv = cached(kv, kind)
+    ops = attention.cpu_ops()
+    before = ops.instruction_set() if ops else ""
+    try:
+        if ops:
+            ops.use_instruction_set(instruction_set)  # one that this CPU lacks leaves the one in use
+        agrees(q, kv, batch, 1.6e-2)
+        whole = paged_attention(q, kv, batch, 0, scale=0.2, window=250)
+        for low, high in [(0, 1), (1, 3), (3, 6), (6, 10), (10, 15), (15, 21), (21, 28), (28, 40)]:
+            chunk = changed(
+                batch,
+                seq=batch.seq[low:high],
+                position=batch.position[low:high],
+                num_visible=batch.num_visible[low:high],
+                kv_lens=torch.tensor([first + high]),
+                row_starts=torch.tensor([0, high - low]),
+            )
+            part = paged_attention(q[low:high], kv, chunk, 0, scale=0.2, window=250)
+            if backend == "cpu":
+                assert torch.equal(part, whole[low:high])
+            else:
+                torch.testing.assert_close(part, whole[low:high], atol=1e-2, rtol=1.6e-2)
+    finally:
+        if ops:
+            ops.use_instruction_set(before)
+
+
 def test_strided_queries_and_padding_rows(backend: str) -> None:
     """q as a view into fused QKV rows; two padding rows after the last sequence come out as zeros."""
     q, kv, batch = paged([(30, 1), (4, 2)])

@@ -44,10 +44,10 @@ class ScriptedClient:
         self.requests.append(request)
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
-        while self.most_running < self.together:
-            await asyncio.sleep(0.001)
         ids = self.tokenizer.encode(self.text)[: request.params.max_tokens]
         try:
+            while self.most_running < self.together:
+                await asyncio.sleep(0.001)
             for token_id in ids:
                 await asyncio.sleep(self.delay_s)
                 yield Tokens(request_id=request.request_id, token_ids=[token_id])

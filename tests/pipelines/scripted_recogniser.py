@@ -55,11 +55,11 @@ class ScriptedRecogniser:
         self._news[name] = asyncio.Queue()
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
-        while self.most_running < self.together:
-            await asyncio.sleep(0.001)
         said = 0
         last = not request.open
         try:
+            while self.most_running < self.together:
+                await asyncio.sleep(0.001)
             while True:
                 num_samples = len(self.heard[name]) // 4
                 while said * RATE < num_samples and (last or (said + 1) * RATE <= num_samples):

@@ -84,11 +84,11 @@ class ScriptedVoice:
         news = self._news[name] = asyncio.Queue()
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
-        while self.most_running < self.together:
-            await asyncio.sleep(0.001)
         number = num_samples = 0
         last = not request.open
         try:
+            while self.most_running < self.together:
+                await asyncio.sleep(0.001)
             while True:
                 while number == len(waiting) and not last:
                     found = await news.get()

@@ -131,8 +131,7 @@ def test_memory_for_many_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_bad_file_ends_the_call_and_aborts_the_rest(tmp_path: Path) -> None:
-    client = ScriptedRecogniser()
-    client.together = 5
+    client = ScriptedRecogniser(delay_s=0.05)
     with Hub(HostConfig(), client=client) as hub:
         with pytest.raises(InvalidRequest):
             Transcription(MODEL, hub=hub)([tone(60), b"this is not audio at all"])
