@@ -100,7 +100,7 @@ def measure_peaks(
     weights: Sequence[torch.Tensor], *, quantized: bool, device: str, clock: Callable[[], float] = time.perf_counter
 ) -> Peaks:
     """Reads `weights` (or a buffer, where they might fit a cache) and multiplies square matrices, also int8 where the weights
-    are quantized; the best of each counts. Some 20 ms on two cores, 60 with AVX2 only: torch multiplies neither bf16 nor
+    are quantized; the best of each counts. Some 20 ms on two cores, 160 with AVX2 only: torch multiplies neither bf16 nor
     int8 there (seconds for such a matrix), so its fp32 and our own bytes show what the CPU can do.
     """
     on_cuda = device.startswith("cuda")

@@ -55,13 +55,10 @@ inline void transpose(vu* rows) {
     rows[c + 12] = (vu)_mm512_shuffle_i32x4(odd01, odd23, 0xdd);
   }
 }
-#else
+#elif MOTET_W == 4
 inline void transpose(vu* rows) {
   transpose_step<1>(rows);
   transpose_step<2>(rows);
-#if MOTET_W == 8
-  transpose_step<4>(rows);
-#endif
 }
 #endif
 
